@@ -1,0 +1,33 @@
+# What a person types. `make` alone says what there is.
+
+# A Python 3.11 to make the environment with; everything else runs inside .venv.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv/bin
+SOURCES := proto server client connector scripts tests
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format proto drills test-tpu bench bench-peers docs
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
+
+setup: ## environment in .venv; instant when nothing changed
+	@$(PYTHON) scripts/setup_env.py
+
+demo: setup ## two engine processes, one cache: the second takes the prompt from kvhost
+	@$(VENV)/python -m scripts.demo
+
+test: setup ## every test, those with real engines included
+	@$(VENV)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup ## ruff, formatting, mypy --strict
+	@$(VENV)/ruff check $(SOURCES)
+	@$(VENV)/ruff format --check $(SOURCES)
+	@$(VENV)/mypy server client connector
+
+format: setup ## let ruff mend what it can
+	@$(VENV)/ruff check --fix $(SOURCES)
+	@$(VENV)/ruff format $(SOURCES)
+
+proto: setup ## generated modules from the .proto files
+	@$(VENV)/python -m scripts.gen_proto
