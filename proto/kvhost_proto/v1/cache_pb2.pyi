@@ -229,24 +229,28 @@ class LookupAnswer(_message.Message):
     def __init__(self, tag: _Optional[int] = ..., chains: _Optional[_Iterable[_Union[ChainAnswer, _Mapping]]] = ...) -> None: ...
 
 class ChainAnswer(_message.Message):
-    __slots__ = ("found", "slots", "first_pin_id")
+    __slots__ = ("found", "slots", "first_pin_id", "checksums")
     FOUND_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     FIRST_PIN_ID_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     found: bytes
     slots: _containers.RepeatedScalarFieldContainer[int]
     first_pin_id: int
-    def __init__(self, found: _Optional[bytes] = ..., slots: _Optional[_Iterable[int]] = ..., first_pin_id: _Optional[int] = ...) -> None: ...
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, found: _Optional[bytes] = ..., slots: _Optional[_Iterable[int]] = ..., first_pin_id: _Optional[int] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("group", "key", "parent")
+    __slots__ = ("group", "key", "parent", "checksum")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     group: int
     key: bytes
     parent: bytes
-    def __init__(self, group: _Optional[int] = ..., key: _Optional[bytes] = ..., parent: _Optional[bytes] = ...) -> None: ...
+    checksum: int
+    def __init__(self, group: _Optional[int] = ..., key: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("session_id", "count", "chunks")

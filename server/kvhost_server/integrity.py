@@ -1,0 +1,109 @@
+"""The manager's sanity as a function: every contradiction between its rooms, one line each."""
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from kvhost_server.lending import SegmentState
+from kvhost_server.namespace import Namespace
+from kvhost_server.slots import SlotState
+
+if TYPE_CHECKING:
+    from kvhost_server.manager import Manager
+
+
+def find_problems(manager: "Manager") -> list[str]:
+    """Contradictions in the books; empty when they agree. Meaningful when no chore waits. O(slots)."""
+    problems: list[str] = []
+    for namespace in manager.namespaces.values():
+        where = f"namespace {namespace.number}: "
+        problems += [where + p for p in namespace.table.check_integrity()]
+        problems += [where + p for p in _holds(manager, namespace)]
+    return problems + _sessions(manager) + _segments(manager) + _custody(manager)
+
+
+def _holds(manager: "Manager", namespace: Namespace) -> list[str]:
+    """Slots say they are held; somebody must say that he holds them, and the other way round."""
+    problems: list[str] = []
+    table = namespace.table
+    pins: Counter[int] = Counter()
+    granted: Counter[int] = Counter()
+    quarantined: Counter[int] = Counter()
+    for session in manager.sessions.values():
+        if session.namespace is namespace:
+            pins.update(session.pins.values())
+        pins.update(slot for home, slot in session.former_pins.values() if home is namespace)
+        granted.update(g.slot for g in session.grants.values() if g.namespace is namespace)
+    for entry in manager.custody.quarantines:
+        if entry.namespace is namespace:
+            quarantined.update(entry.slots)
+            pins.update(entry.read)
+    if any(n > 1 for n in (granted + quarantined).values()):
+        problems.append("a slot is granted or quarantined twice")
+    for row, segment in enumerate(table.rows):
+        if segment is None:
+            continue
+        for slot in range(row * table.slots_per_row, (row + 1) * table.slots_per_row):
+            state = table.state(slot)  # type: ignore[arg-type]
+            if (state is SlotState.GRANTED) != (granted[slot] == 1):
+                problems.append(f"slot {slot} is {state.name} and granted {granted[slot]} times")
+            if (state is SlotState.QUARANTINED) != (quarantined[slot] == 1):
+                problems.append(f"slot {slot} is {state.name} and quarantined {quarantined[slot]} times")
+            if table.holds(slot) != pins[slot]:  # type: ignore[arg-type]
+                problems.append(f"slot {slot} counts {table.holds(slot)} holds, holders say {pins[slot]}")  # type: ignore[arg-type]
+    return problems
+
+
+def _sessions(manager: "Manager") -> list[str]:
+    problems: list[str] = []
+    for session in manager.sessions.values():
+        where = f"session {session.number}: "
+        if session.unassigned != sum(g.key is None for g in session.grants.values()):
+            problems.append(where + f"counts {session.unassigned} unassigned grants wrongly")
+        if session.namespace is None:
+            continue
+        if session.number not in session.namespace.sessions:
+            problems.append(where + "its namespace does not know it")
+        if not session.usable_rows <= set(session.namespace.row_of_segment.values()):
+            problems.append(where + "uses rows that have no segment")
+    for namespace in manager.namespaces.values():
+        if not namespace.sessions <= manager.sessions.keys():
+            problems.append(f"namespace {namespace.number} knows sessions that ended")
+    return problems
+
+
+def _segments(manager: "Manager") -> list[str]:
+    problems: list[str] = []
+    lending = manager.lending
+    lent = [s.pool_index for s in lending.loans.values()]
+    if len(lent) != len(set(lent)):
+        problems.append("a segment is lent twice")
+    for loan in lending.loans.values():
+        state = lending.states[loan.pool_index]
+        owned = loan.segment_id in loan.namespace.row_of_segment
+        if (state is SegmentState.LENT) != owned or state not in (SegmentState.LENT, SegmentState.RETIRING):
+            problems.append(f"segment {loan.segment_id} is {state.value} but in its namespace: {owned}")
+    free = sum(s is SegmentState.FREE for s in lending.states)
+    if free != lending.free_segments:
+        problems.append(f"{lending.free_segments} segments are listed free, {free} are")
+    if len(lent) != sum(s in (SegmentState.LENT, SegmentState.RETIRING) for s in lending.states):
+        problems.append("loans and segments on loan differ in number")
+    return problems
+
+
+def _custody(manager: "Manager") -> list[str]:
+    problems: list[str] = []
+    mappings = manager.custody.mappings
+    for entry in manager.custody.quarantines:
+        if not entry.waiting:
+            problems.append(f"a quarantine of session {entry.session} waits for nobody")
+        for mapping in entry.waiting:
+            if mapping not in mappings:
+                problems.append(f"a quarantine of session {entry.session} waits for a worker that is gone")
+            elif entry not in mappings[mapping].open_fences.values():
+                problems.append(f"a quarantine of session {entry.session} waits for an unfenced worker")
+    for loan in manager.lending.loans.values():
+        for mapping in loan.holders:
+            known = mappings.get(mapping)
+            if known is None or loan.segment_id not in known.segments.keys() | known.retiring:
+                problems.append(f"segment {loan.segment_id} is held by worker {mapping}, who does not know")
+    return problems

@@ -1,0 +1,169 @@
+"""Whose segments are whose: the pool lends whole segments to namespaces and takes them back.
+
+A segment goes to another namespace only when every worker that mapped it has
+proven that it does so no more, and after it was zeroed (design section 7).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvhost_server.ids import MappingId, SegmentId
+from kvhost_server.namespace import Namespace
+from kvhost_server.notices import Assignment, Outbox
+
+
+class SegmentState(Enum):
+    """Where a pool segment stands."""
+
+    POPULATING = "populating"
+    FREE = "free"
+    LENT = "lent"
+    RETIRING = "retiring"
+    CLEANING = "cleaning"
+
+
+@dataclass(eq=False)
+class Loan:
+    """One stay of a pool segment in a namespace. `holders` are the workers that were offered it."""
+
+    segment_id: SegmentId
+    pool_index: int
+    namespace: Namespace
+    holders: set[MappingId] = field(default_factory=set)
+
+
+class Lending:
+    """The pool's segments and their loans.
+
+    Args:
+        segment_bytes: size of every segment.
+        segments: how many the pool will have; each is lent only after `ready`.
+        outbox: takes the orders to retire and to zero.
+    """
+
+    def __init__(self, segment_bytes: int, segments: int, outbox: Outbox) -> None:
+        self.segment_bytes = segment_bytes
+        self.states = [SegmentState.POPULATING] * segments
+        self.loans: dict[SegmentId, Loan] = {}
+        self._outbox = outbox
+        self._last_id = 0
+        self._free: list[int] = []
+        self._waiting: list[Namespace] = []
+
+    @property
+    def free_segments(self) -> int:
+        return len(self._free)
+
+    def ready(self, pool_index: int) -> Loan | None:
+        """A segment is populated or zeroed. Returns the loan if a namespace was waiting for it."""
+        self.states[pool_index] = SegmentState.FREE
+        self._free.append(pool_index)
+        while self._waiting:
+            namespace = self._waiting.pop(0)
+            namespace.expecting = False
+            loan = self.lend(namespace)
+            if loan is not None:
+                return loan
+        return None
+
+    def lendable(self, namespace: Namespace) -> int:
+        """Free segments that this namespace may still take."""
+        if not namespace.cap:
+            return len(self._free)
+        return max(0, min(len(self._free), namespace.cap - namespace.segments))
+
+    def lend(self, namespace: Namespace) -> Loan | None:
+        """A free segment for this namespace, or None when there is none or its cap is reached."""
+        if not self.lendable(namespace):
+            return None
+        pool_index = self._free.pop()
+        self._last_id += 1
+        loan = Loan(SegmentId(self._last_id), pool_index, namespace)
+        self.loans[loan.segment_id] = loan
+        self.states[pool_index] = SegmentState.LENT
+        namespace.row_of_segment[loan.segment_id] = namespace.table.add_row(loan.segment_id)
+        return loan
+
+    def assignment(self, loan: Loan) -> Assignment:
+        """What a worker needs to know of a loan."""
+        namespace = loan.namespace
+        layout = namespace.spec.layout
+        return Assignment(
+            segment_id=loan.segment_id,
+            pool_index=loan.pool_index,
+            bytes=self.segment_bytes,
+            slots=namespace.slots_per_segment,
+            slot_bytes=layout.slot_bytes,
+            shard_stride=layout.shard_stride,
+            shards=layout.shards,
+            generation=namespace.generation,
+        )
+
+    def loans_of(self, namespace: Namespace) -> list[Loan]:
+        return [self.loans[segment] for segment in namespace.row_of_segment]
+
+    def steal_for(self, namespace: Namespace) -> bool:
+        """Retires the segment whose newest use is oldest, unless it is the namespace's own.
+
+        Only segments with nothing held, of namespaces above their floor, count.
+        Returns whether one is on its way.
+        """
+        if namespace.expecting:
+            return True
+        if namespace.cap and namespace.segments >= namespace.cap:
+            return False
+        candidates = [
+            loan
+            for loan in self.loans.values()
+            if self.states[loan.pool_index] is SegmentState.LENT
+            and (loan.namespace is namespace or loan.namespace.segments > loan.namespace.floor)
+            and not loan.namespace.table.row_held[loan.namespace.row_of_segment[loan.segment_id]]
+        ]
+        oldest = min(candidates, key=self._used_at, default=None)
+        if oldest is None or oldest.namespace is namespace:
+            return False
+        self._expect(namespace)
+        self.retire(oldest)
+        return True
+
+    def shrink(self, namespace: Namespace) -> None:
+        """Retires unheld segments above the namespace's cap, oldest first."""
+        rows = namespace.row_of_segment
+        for loan in sorted(self.loans_of(namespace), key=self._used_at):
+            if not namespace.cap or namespace.segments <= namespace.cap:
+                return
+            if not namespace.table.row_held[rows[loan.segment_id]]:
+                self.retire(loan)
+
+    def retire(self, loan: Loan) -> None:
+        """Takes a segment back: its chunks go now, the segment when its workers have let go."""
+        namespace = loan.namespace
+        namespace.table.remove_row(namespace.row_of_segment.pop(loan.segment_id))
+        namespace.counters["segments_retired"] += 1
+        self.states[loan.pool_index] = SegmentState.RETIRING
+        for mapping in loan.holders:
+            self._outbox.retire(mapping, [loan.segment_id])
+        self._clean_if_free(loan)
+
+    def let_go(self, mapping: MappingId, segments: Iterable[SegmentId]) -> None:
+        """A worker is proven not to map these segments any more."""
+        for segment in segments:
+            loan = self.loans.get(segment)
+            if loan is not None and mapping in loan.holders:
+                loan.holders.discard(mapping)
+                if self.states[loan.pool_index] is SegmentState.RETIRING:
+                    self._clean_if_free(loan)
+
+    def _expect(self, namespace: Namespace) -> None:
+        namespace.expecting = True
+        self._waiting.append(namespace)
+
+    def _used_at(self, loan: Loan) -> int:
+        return loan.namespace.table.row_used_at[loan.namespace.row_of_segment[loan.segment_id]]
+
+    def _clean_if_free(self, loan: Loan) -> None:
+        if not loan.holders:
+            del self.loans[loan.segment_id]
+            self.states[loan.pool_index] = SegmentState.CLEANING
+            self._outbox.clean(loan.pool_index)

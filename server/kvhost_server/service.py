@@ -1,0 +1,499 @@
+"""The Cache service: what engines ask, translated and checked, then decided by the manager.
+
+Also the way back: notices to sessions and key events to watchers, through
+bounded queues that collapse instead of growing.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
+
+import grpc
+from kvhost_proto.v1 import cache_pb2, cache_pb2_grpc, common_pb2
+
+from kvhost_server.errors import Code, Refused
+from kvhost_server.ids import ChunkKey, NamespaceNumber, PinId, SessionNumber, StoreId
+from kvhost_server.manager import MAX_KEYS_PER_CALL, ChainAnswer, Manager
+from kvhost_server.namespace import Namespace
+from kvhost_server.notices import Cleared, Ended, Evicted, KeyEvent, Notice, Resync, Stored
+from kvhost_server.sessions import PeerIdentity, Session
+from kvhost_server.version import PROTOCOL_MAJOR, version_message
+from kvhost_server.wire import answers, chunk_of, notice_message, pack, refuse, spec_of
+
+logger = logging.getLogger(__name__)
+
+MAX_ITEMS_PER_UPDATE = 65536
+_MAX_LABEL = 256
+_MAX_QUEUED_NOTICES = 1024
+_MAX_QUEUED_WATCH_EVENTS = 4096
+_KEYS_PER_SLICE = 4096
+_KEYS_PER_WATCH_EVENT = 1024
+
+
+class Doorkeeper(Protocol):
+    """The handover socket's side of a session: who asked for a ticket, and is that process still alive."""
+
+    def redeem(self, ticket: bytes) -> PeerIdentity | None:
+        """Who received this ticket; None when it is unknown, used or expired. Once."""
+
+    def watch_end(self, identity: PeerIdentity, on_end: Callable[[], None]) -> Callable[[], None]:
+        """Calls back once when that process has ended; returns how to stop watching."""
+
+
+class NoticeQueue:
+    """Notices for one session. When it runs full, all of them become one resync."""
+
+    def __init__(self) -> None:
+        self._notices: deque[cache_pb2.Notice | Ended] = deque()
+        self._wake = asyncio.Event()
+
+    def put(self, notice: cache_pb2.Notice | Ended) -> None:
+        if len(self._notices) >= _MAX_QUEUED_NOTICES:
+            kept = [n for n in self._notices if isinstance(n, Ended) or not n.HasField("removed")][-16:]
+            self._notices = deque([notice_message(Resync()), *kept])
+        self._notices.append(notice)
+        self._wake.set()
+
+    async def get(self) -> cache_pb2.Notice | Ended:
+        while not self._notices:
+            self._wake.clear()
+            await self._wake.wait()
+        return self._notices.popleft()
+
+
+class CacheService(cache_pb2_grpc.CacheServicer):  # type: ignore[misc]
+    """kvhost.v1.Cache.
+
+    Args:
+        manager: decides.
+        doorkeeper: redeems tickets and watches schedulers' processes.
+        populated: fraction of the pool that is populated, 0 to 1.
+    """
+
+    def __init__(self, manager: Manager, doorkeeper: Doorkeeper, populated: Callable[[], float]) -> None:
+        self._manager = manager
+        self._doorkeeper = doorkeeper
+        self._populated = populated
+        self._streams: dict[SessionNumber, NoticeQueue] = {}
+        self._watchers: set[_Watcher] = set()
+        self._with_events: set[NamespaceNumber] = set()
+        self._sequences: dict[NamespaceNumber, int] = {}
+        self._chores_run = False
+
+    # What the manager orders.
+
+    def notice(self, session: SessionNumber, notice: Notice) -> None:
+        """Queues a notice for a session's stream."""
+        stream = self._streams.get(session)
+        if stream is None:
+            return
+        if isinstance(notice, Ended):
+            stream.put(notice)
+        else:
+            message = notice_message(notice)
+            message.stamp.CopyFrom(self._stamp(self._manager.sessions.get(session)))
+            stream.put(message)
+
+    def events(self, namespace: NamespaceNumber) -> None:
+        """Key events wait; they are told after the current call."""
+        if not self._with_events:
+            asyncio.get_running_loop().call_soon(self._tell_events)
+        self._with_events.add(namespace)
+
+    def chores(self) -> None:
+        """Long work waits; it is done in slices between calls."""
+        if not self._chores_run:
+            self._chores_run = True
+            asyncio.get_running_loop().call_soon(self._run_chores)
+
+    def state_changed(self) -> None:
+        """Tells every session what the daemon can do now."""
+        for number, stream in self._streams.items():
+            stream.put(
+                cache_pb2.Notice(
+                    stamp=self._stamp(self._manager.sessions.get(number)),
+                    state=cache_pb2.StateChanged(state=self._state()),
+                )
+            )
+
+    def going_down(self, reason: str) -> None:
+        """Tells every session that the daemon stops; the streams end with it."""
+        for stream in self._streams.values():
+            stream.put(
+                cache_pb2.Notice(stamp=self._stamp(None), going_down=cache_pb2.GoingDown(reason=reason))
+            )
+
+    # The RPCs.
+
+    @answers
+    async def Ping(self, request: cache_pb2.PingRequest) -> cache_pb2.PingReply:
+        return cache_pb2.PingReply(
+            stamp=self._stamp(None),
+            version=version_message(),
+            state=self._state(),
+            populated=self._populated(),
+        )
+
+    async def OpenSession(
+        self, request: cache_pb2.OpenSessionRequest, context: Any
+    ) -> AsyncIterator[cache_pb2.Notice]:
+        if request.version.major != PROTOCOL_MAJOR:
+            ours = version_message()
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"the client {request.version.program!r} speaks protocol {request.version.major}."
+                f"{request.version.minor}, this daemon {ours.program!r} speaks {ours.major}.{ours.minor}",
+            )
+        identity = self._doorkeeper.redeem(request.ticket)
+        if identity is None:
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED,
+                "the ticket is unknown, used or expired; get a new one from the handover socket",
+            )
+            return
+        try:
+            session = self._manager.open_session(identity, request.label[:_MAX_LABEL])
+        except Refused as refused:
+            await refuse(context, refused)
+        number = session.number
+        stream = self._streams[number] = NoticeQueue()
+        unwatch = self._doorkeeper.watch_end(
+            identity, lambda: self._end(number, f"the scheduler process {identity.pid} ended")
+        )
+        logger.info(
+            "session %d opened by pid %d uid %d: %s", number, identity.pid, identity.uid, session.label
+        )
+        try:
+            yield cache_pb2.Notice(
+                stamp=self._stamp(session),
+                opened=cache_pb2.Opened(
+                    session_id=session.secret, number=number, version=version_message(), state=self._state()
+                ),
+            )
+            while True:
+                notice = await stream.get()
+                if isinstance(notice, Ended):
+                    await context.abort(grpc.StatusCode.ABORTED, f"session {number} ended: {notice.why}")
+                else:
+                    yield notice
+        finally:
+            unwatch()
+            self._end(number, "its stream was closed")
+            del self._streams[number]
+
+    @answers
+    async def DeclareNamespace(
+        self, request: cache_pb2.DeclareNamespaceRequest
+    ) -> cache_pb2.DeclareNamespaceReply:
+        session = self._manager.session(request.session_id)
+        tokens = [(worker.rank, worker.token) for worker in request.workers]
+        namespace, existed = self._manager.declare(session, spec_of(request.spec), tokens)
+        logger.info(
+            "session %d is in namespace %d (%s, %s)",
+            session.number,
+            namespace.number,
+            namespace.digest.hex()[:12],
+            "known before" if existed else "new",
+        )
+        layout = namespace.spec.layout
+        return cache_pb2.DeclareNamespaceReply(
+            stamp=self._stamp(session),
+            digest=namespace.digest,
+            namespace_number=namespace.number,
+            slot_bytes=layout.slot_bytes,
+            shard_stride=layout.shard_stride,
+            slots_per_segment=namespace.slots_per_segment,
+            existed=existed,
+            slots=self._manager.bounds(session).slots,
+        )
+
+    @answers
+    async def Lookup(self, request: cache_pb2.LookupRequest) -> cache_pb2.LookupReply:
+        session = self._manager.session(request.session_id)
+        asked = sum(len(c.keys) // max(1, c.key_bytes) for q in request.queries for c in q.chains)
+        if asked > MAX_KEYS_PER_CALL:
+            raise Refused(
+                Code.RESOURCE_EXHAUSTED,
+                f"{asked} keys in one lookup; allowed are {MAX_KEYS_PER_CALL}: ask in pages",
+            )
+        found = [
+            cache_pb2.LookupAnswer(
+                tag=query.tag,
+                chains=[await self._lookup_chain(session, chain, request.pin) for chain in query.chains],
+            )
+            for query in request.queries
+        ]
+        self._tell_soon(session)
+        return cache_pb2.LookupReply(stamp=self._stamp(session), answers=found)
+
+    @answers
+    async def Reserve(self, request: cache_pb2.ReserveRequest) -> cache_pb2.ReserveReply:
+        session = self._manager.session(request.session_id)
+        if request.count + len(request.chunks) > MAX_KEYS_PER_CALL:
+            raise Refused(
+                Code.RESOURCE_EXHAUSTED,
+                f"{request.count + len(request.chunks)} slots in one call; allowed are {MAX_KEYS_PER_CALL}",
+            )
+        given = self._manager.reserve(session, request.count, [chunk_of(c) for c in request.chunks])
+        return cache_pb2.ReserveReply(
+            stamp=self._stamp(session),
+            store_ids=[store for store, _ in given.grants],
+            slots=[slot for _, slot in given.grants],
+            chunk_status=[int(status) for status, _, _ in given.chunks],  # type: ignore[misc]
+            chunk_store_ids=[store for _, store, _ in given.chunks],
+            chunk_slots=[slot for _, _, slot in given.chunks],
+            pending=given.pending,
+            reason=given.reason,
+        )
+
+    @answers
+    async def Update(self, request: cache_pb2.UpdateRequest) -> cache_pb2.UpdateReply:
+        manager = self._manager
+        session = manager.session(request.session_id)
+        items = len(request.assigns) + len(request.commits) + len(request.aborts) + len(request.releases)
+        if items > MAX_ITEMS_PER_UPDATE:
+            raise Refused(
+                Code.RESOURCE_EXHAUSTED, f"{items} items in one update; allowed are {MAX_ITEMS_PER_UPDATE}"
+            )
+        reply = cache_pb2.UpdateReply()
+
+        def each(kind: int, item_id: int, act: Callable[[], object]) -> object:
+            try:
+                return act()
+            except Refused as refused:
+                reply.errors.add(kind=kind, id=item_id, code=refused.code, message=refused.message)  # type: ignore[arg-type]
+                return None
+
+        for pin in request.releases:
+            each(cache_pb2.ITEM_KIND_RELEASE, pin, lambda pin=pin: manager.release(session, PinId(pin)))
+        for abort in request.aborts:
+            each(
+                cache_pb2.ITEM_KIND_ABORT,
+                abort.store_id,
+                lambda a=abort: manager.abort(session, StoreId(a.store_id), list(a.unquiet_ranks)),
+            )
+        for store in request.assigns:
+            each(
+                cache_pb2.ITEM_KIND_ASSIGN,
+                store.store_id,
+                lambda s=store: manager.assign(session, StoreId(s.store_id), chunk_of(s.chunk)),
+            )
+        for store in request.commits:
+            published = each(
+                cache_pb2.ITEM_KIND_COMMIT,
+                store.store_id,
+                lambda s=store: manager.commit(session, StoreId(s.store_id), chunk_of(s.chunk)),
+            )
+            if published is False:
+                reply.superseded.append(store.store_id)
+        for chain in request.touches:
+            each(
+                cache_pb2.ITEM_KIND_TOUCH,
+                chain.group,
+                lambda c=chain: manager.touch(session, c.group, c.keys),
+            )
+        reply.stamp.CopyFrom(self._stamp(session))
+        return reply
+
+    @answers
+    async def Reset(self, request: cache_pb2.ResetRequest) -> cache_pb2.ResetReply:
+        session = self._manager.session(request.session_id)
+        namespace = self._manager.reset_session(session, request.weights_version)
+        logger.info("session %d was reset into namespace %d", session.number, namespace.number)
+        return cache_pb2.ResetReply(
+            stamp=self._stamp(session), digest=namespace.digest, namespace_number=namespace.number
+        )
+
+    async def Watch(
+        self, request: cache_pb2.WatchRequest, context: Any
+    ) -> AsyncIterator[cache_pb2.WatchEvent]:
+        try:
+            only = self._manager.namespace_named(request.namespace) if request.namespace else None
+        except Refused as refused:
+            await refuse(context, refused)
+        watcher = _Watcher(only.number if only else None)
+        self._watchers.add(watcher)
+        try:
+            for namespace in [only] if only else list(self._manager.namespaces.values()):
+                watcher.gaps.add(namespace.number)
+            while True:
+                while watcher.gaps:
+                    namespace = self._manager.namespaces[watcher.gaps.pop()]
+                    for event in self._snapshot(namespace):
+                        yield event
+                    # Events from here on stand in the queue, behind the snapshot.
+                event = await watcher.next()
+                if event is not None:
+                    yield event
+        finally:
+            self._watchers.discard(watcher)
+
+    # Inside.
+
+    def _stamp(self, session: Session | None) -> common_pb2.Stamp:
+        namespace = session.namespace if session is not None else None
+        return common_pb2.Stamp(
+            boot_id=self._manager.boot_id, generation=namespace.generation if namespace is not None else 0
+        )
+
+    def _state(self) -> common_pb2.ServiceState:
+        return common_pb2.ServiceState.ValueType(int(self._manager.state))
+
+    def _end(self, number: SessionNumber, why: str) -> None:
+        if number in self._manager.sessions:
+            quarantined = self._manager.end_session(number, why)
+            logger.info("session %d ended: %s; %d slots quarantined", number, why, quarantined)
+
+    async def _lookup_chain(
+        self, session: Session, chain: cache_pb2.Chain, pin: bool
+    ) -> cache_pb2.ChainAnswer:
+        keys, prefix = chain.keys, chain.semantics == common_pb2.SEMANTICS_PREFIX
+        if chain.semantics not in (common_pb2.SEMANTICS_PREFIX, common_pb2.SEMANTICS_SET):
+            raise Refused(
+                Code.INVALID_ARGUMENT, f"semantics {chain.semantics}; allowed are 1 (prefix) and 2 (set)"
+            )
+        step = _KEYS_PER_SLICE * max(1, chain.key_bytes)
+        if pin or len(keys) <= step:  # pins of one chain have ids that follow each other
+            answer = self._manager.lookup(session, chain.group, chain.semantics, keys, pin)
+        else:
+            found = b""
+            for start in range(0, len(keys), step):
+                part = self._manager.lookup(
+                    session, chain.group, chain.semantics, keys[start : start + step], False
+                )
+                found += part.found
+                if prefix and not part.found.endswith(b"\x01"):
+                    break
+                await asyncio.sleep(0)  # others may have their turn
+            answer = ChainAnswer(found)
+        return cache_pb2.ChainAnswer(
+            found=answer.found, slots=answer.slots, first_pin_id=answer.first_pin, checksums=answer.checksums
+        )
+
+    def _tell_soon(self, session: Session) -> None:
+        if session.namespace is not None and session.namespace.events:
+            self.events(session.namespace.number)
+
+    def _run_chores(self) -> None:
+        self._chores_run = False
+        if self._manager.run_chores():
+            self.chores()
+
+    def _tell_events(self) -> None:
+        """Removed keys to the sessions of each namespace, everything to the watchers."""
+        numbers, self._with_events = self._with_events, set()
+        for number in numbers:
+            namespace = self._manager.namespaces[number]
+            events, lost = self._manager.take_events(number)
+            self._tell_sessions(namespace, events, lost)
+            for watcher in self._watchers:
+                if watcher.only in (None, number):
+                    if lost or any(isinstance(e, Cleared) for e in events):
+                        watcher.lost(number)
+                    else:
+                        watcher.put(number, self._watch_events(namespace, events))
+
+    def _tell_sessions(self, namespace: Namespace, events: list[KeyEvent], lost: bool) -> None:
+        gone = [event.key for event in events if isinstance(event, Evicted)]
+        size = namespace.spec.layout.key_bytes
+        for number in namespace.sessions:
+            stream = self._streams.get(SessionNumber(number))
+            if stream is None:
+                continue
+            notice = cache_pb2.Notice(stamp=self._stamp(self._manager.sessions.get(SessionNumber(number))))
+            if lost:
+                notice.resync.SetInParent()
+                stream.put(notice)
+            elif gone:
+                notice.removed.keys = b"".join(gone)
+                notice.removed.key_bytes = size
+                stream.put(notice)
+
+    def _watch_events(self, namespace: Namespace, events: list[KeyEvent]) -> list[cache_pb2.WatchEvent]:
+        """Consecutive events of one kind as one message."""
+        told: list[cache_pb2.WatchEvent] = []
+        run: list[KeyEvent] = []
+        for event in [*events, Cleared()]:
+            if run and (type(event) is not type(run[0]) or len(run) >= _KEYS_PER_WATCH_EVENT):
+                told.append(self._watch_event(namespace, run))
+                run = []
+            run.append(event)
+        return told
+
+    def _watch_event(self, namespace: Namespace, run: list[KeyEvent]) -> cache_pb2.WatchEvent:
+        event = self._numbered(namespace)
+        stored = [(e.key, e.parent) for e in run if isinstance(e, Stored)]
+        if stored:
+            self._fill(event, namespace, stored)
+        else:
+            event.removed.key_bytes = namespace.spec.layout.key_bytes
+            event.removed.keys = b"".join(e.key for e in run if isinstance(e, Evicted))
+        return event
+
+    def _snapshot(self, namespace: Namespace) -> list[cache_pb2.WatchEvent]:
+        """A gap, all keys there are now, and a mark that this was all."""
+        gap = self._numbered(namespace)
+        gap.gap.SetInParent()
+        told = [gap]
+        page: list[tuple[ChunkKey, ChunkKey | None]] = []
+        for entry in namespace.table.chunks():
+            page.append(entry)
+            if len(page) == _KEYS_PER_WATCH_EVENT:
+                told.append(self._fill(self._numbered(namespace), namespace, page))
+                page = []
+        if page:
+            told.append(self._fill(self._numbered(namespace), namespace, page))
+        synced = self._numbered(namespace)
+        synced.synced.SetInParent()
+        return [*told, synced]
+
+    def _fill(
+        self,
+        event: cache_pb2.WatchEvent,
+        namespace: Namespace,
+        stored: list[tuple[ChunkKey, ChunkKey | None]],
+    ) -> cache_pb2.WatchEvent:
+        size = namespace.spec.layout.key_bytes
+        event.stored.key_bytes = size
+        event.stored.keys = pack((key for key, _ in stored), size)
+        event.stored.parents = pack((parent for _, parent in stored), size)
+        return event
+
+    def _numbered(self, namespace: Namespace) -> cache_pb2.WatchEvent:
+        sequence = self._sequences.get(namespace.number, 0) + 1
+        self._sequences[namespace.number] = sequence
+        stamp = common_pb2.Stamp(boot_id=self._manager.boot_id, generation=namespace.generation)
+        return cache_pb2.WatchEvent(stamp=stamp, namespace_number=namespace.number, sequence=sequence)
+
+
+class _Watcher:
+    """One Watch stream. When its queue runs full, the namespaces in it start anew with a gap."""
+
+    def __init__(self, only: NamespaceNumber | None) -> None:
+        self.only = only
+        self.gaps: set[NamespaceNumber] = set()
+        self._events: deque[tuple[NamespaceNumber, cache_pb2.WatchEvent]] = deque()
+        self._wake = asyncio.Event()
+
+    def put(self, namespace: NamespaceNumber, events: list[cache_pb2.WatchEvent]) -> None:
+        if namespace in self.gaps:
+            return  # a snapshot will tell
+        if len(self._events) + len(events) > _MAX_QUEUED_WATCH_EVENTS:
+            self.lost(namespace)
+            return
+        self._events.extend((namespace, event) for event in events)
+        self._wake.set()
+
+    def lost(self, namespace: NamespaceNumber) -> None:
+        self.gaps.add(namespace)
+        self._events = deque((n, e) for n, e in self._events if n != namespace)
+        self._wake.set()
+
+    async def next(self) -> cache_pb2.WatchEvent | None:
+        """The next event; None when a snapshot is due first."""
+        while not self._events and not self.gaps:
+            self._wake.clear()
+            await self._wake.wait()
+        return None if self.gaps else self._events.popleft()[1]
