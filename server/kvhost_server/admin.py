@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from kvhost_proto.v1 import admin_pb2, admin_pb2_grpc, common_pb2
-
-from kvhost_server.custody import Quarantine
+from kvhost_server.books import ServiceState
 from kvhost_server.custody import Mapping as WorkerMapping
+from kvhost_server.custody import Quarantine
 from kvhost_server.errors import Code, Refused
 from kvhost_server.ids import ChunkKey, SessionNumber
 from kvhost_server.lending import SegmentState
-from kvhost_server.manager import Manager, ServiceState
+from kvhost_server.manager import Manager
 from kvhost_server.namespace import Namespace
 from kvhost_server.sessions import Session
 from kvhost_server.slots import SlotState
+from kvhost_server.stewardship import evict, namespace_named, reset_namespace, set_limits
 from kvhost_server.version import version_message
 from kvhost_server.wire import answers, layout_message
 
@@ -40,7 +41,7 @@ class PoolFacts(Protocol):
     def notes(self) -> list[str]: ...
 
 
-class AdminService(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
+class AdminService(admin_pb2_grpc.AdminServicer):
     """kvhost.v1.Admin.
 
     Args:
@@ -60,33 +61,34 @@ class AdminService(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
         set_state: Callable[[ServiceState], None],
     ) -> None:
         self._manager = manager
+        self._books = manager.books
         self._pool = pool
         self._config = config
         self._extra_anomalies = extra_anomalies
         self._set_state = set_state
-        self._started = manager.clock()
+        self._started = manager.books.clock()
 
     @answers
     async def Status(self, request: admin_pb2.StatusRequest) -> admin_pb2.StatusReply:
-        manager = self._manager
+        books = self._books
         return admin_pb2.StatusReply(
             version=version_message(),
-            boot_id=f"{manager.boot_id:016x}",
+            boot_id=f"{books.boot_id:016x}",
             pid=os.getpid(),
-            uptime_s=manager.clock() - self._started,
+            uptime_s=books.clock() - self._started,
             state=self._state(),
             memory=self._memory(),
-            namespaces=[self._namespace(n) for n in manager.namespaces.values()],
+            namespaces=[self._namespace(n) for n in books.namespaces.values()],
             sessions=self._sessions(),
-            counters=manager.counters,
-            anomalies={**manager.anomalies, **self._extra_anomalies()},
+            counters=books.counters,
+            anomalies={**books.anomalies, **self._extra_anomalies()},
             config=self._config,
         )
 
     @answers
     async def ListNamespaces(self, request: admin_pb2.ListNamespacesRequest) -> admin_pb2.ListNamespacesReply:
         return admin_pb2.ListNamespacesReply(
-            namespaces=[self._namespace(n) for n in self._manager.namespaces.values()]
+            namespaces=[self._namespace(n) for n in self._books.namespaces.values()]
         )
 
     @answers
@@ -95,7 +97,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
 
     @answers
     async def LookupChunks(self, request: admin_pb2.LookupChunksRequest) -> admin_pb2.LookupChunksReply:
-        namespace = self._manager.namespace_named(request.namespace)
+        namespace = namespace_named(self._books, request.namespace)
         keys = _keys(namespace, request.keys)
         return admin_pb2.LookupChunksReply(chunks=[self._chunk(namespace, key) for key in keys])
 
@@ -103,16 +105,16 @@ class AdminService(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
     async def Evict(self, request: admin_pb2.EvictRequest) -> admin_pb2.EvictReply:
         if request.all == bool(request.keys):
             raise Refused(Code.INVALID_ARGUMENT, "name keys, or ask for all; one of the two")
-        namespace = self._manager.namespace_named(request.namespace)
+        namespace = namespace_named(self._books, request.namespace)
         keys = None if request.all else _keys(namespace, request.keys)
-        evicted, held, absent = self._manager.evict(namespace, keys)
+        evicted, held, absent = evict(self._books, namespace, keys)
         logger.info("%d chunks of namespace %d evicted by hand, %d held", evicted, namespace.number, held)
         return admin_pb2.EvictReply(evicted=evicted, held=held, absent=absent)
 
     @answers
     async def ResetNamespace(self, request: admin_pb2.ResetNamespaceRequest) -> admin_pb2.ResetNamespaceReply:
-        namespace = self._manager.namespace_named(request.namespace)
-        dropped = self._manager.reset_namespace(namespace)
+        namespace = namespace_named(self._books, request.namespace)
+        dropped = reset_namespace(self._books, namespace)
         logger.info("namespace %d reset by hand: %d chunks dropped", namespace.number, dropped)
         return admin_pb2.ResetNamespaceReply(generation=namespace.generation, dropped=dropped)
 
@@ -125,22 +127,22 @@ class AdminService(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
 
     @answers
     async def Drain(self, request: admin_pb2.DrainRequest) -> admin_pb2.DrainReply:
-        if self._manager.state is ServiceState.STARTING:
+        if self._books.state is ServiceState.STARTING:
             raise Refused(Code.FAILED_PRECONDITION, "the daemon is still starting; drain it when it serves")
         self._set_state(ServiceState.SERVING if request.resume else ServiceState.DRAINING)
         return admin_pb2.DrainReply(state=self._state())
 
     @answers
     async def SetLimits(self, request: admin_pb2.SetLimitsRequest) -> admin_pb2.SetLimitsReply:
-        namespace = self._manager.namespace_named(request.namespace)
+        namespace = namespace_named(self._books, request.namespace)
         floor = request.floor_bytes if request.HasField("floor_bytes") else None
         cap = request.cap_bytes if request.HasField("cap_bytes") else None
-        self._manager.set_limits(namespace, floor, cap)
+        set_limits(self._books, namespace, floor, cap)
         return admin_pb2.SetLimitsReply(floor_segments=namespace.floor, cap_segments=namespace.cap)
 
     @answers
     async def CheckIntegrity(self, request: admin_pb2.CheckIntegrityRequest) -> admin_pb2.CheckIntegrityReply:
-        while self._manager.run_chores():
+        while self._books.run_chores():
             pass
         problems = self._manager.check_integrity()
         return admin_pb2.CheckIntegrityReply(ok=not problems, problems=problems)
@@ -148,12 +150,12 @@ class AdminService(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
     # Inside.
 
     def _state(self) -> common_pb2.ServiceState:
-        return common_pb2.ServiceState.ValueType(int(self._manager.state))
+        return common_pb2.ServiceState.Value(f"SERVICE_STATE_{self._books.state.name}")
 
     def _memory(self) -> admin_pb2.Memory:
-        lending, pool = self._manager.lending, self._pool
+        lending, pool = self._books.lending, self._pool
         used = pinned = granted = quarantined = 0
-        for status in map(self._namespace, self._manager.namespaces.values()):
+        for status in map(self._namespace, self._books.namespaces.values()):
             used += status.chunks * status.slot_bytes
             pinned += status.pinned_chunks * status.slot_bytes
             granted += status.granted_slots * status.slot_bytes
@@ -178,16 +180,16 @@ class AdminService(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
         )
 
     def _namespace(self, namespace: Namespace) -> admin_pb2.NamespaceStatus:
-        manager, table = self._manager, namespace.table
-        sessions = [manager.sessions[SessionNumber(n)] for n in namespace.sessions]
+        books, table = self._books, namespace.table
+        sessions = [books.sessions[SessionNumber(n)] for n in namespace.sessions]
         pinned: set[int] = set()
         granted = 0
-        for session in manager.sessions.values():
+        for session in books.sessions.values():
             granted += sum(g.namespace is namespace for g in session.grants.values())
             pinned.update(slot for home, slot in session.former_pins.values() if home is namespace)
         for session in sessions:
             pinned.update(session.pins.values())
-        entries = [q for q in manager.custody.quarantines if q.namespace is namespace]
+        entries = [q for q in books.custody.quarantines if q.namespace is namespace]
         for entry in entries:
             pinned.update(entry.read)
         return admin_pb2.NamespaceStatus(
@@ -215,12 +217,12 @@ class AdminService(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
         )
 
     def _sessions(self) -> list[admin_pb2.SessionStatus]:
-        """Open sessions, and ended ones whose workers still owe a proof (I5: who is behind every held byte)."""
-        manager = self._manager
-        told = [self._session(session) for session in manager.sessions.values()]
+        """Open sessions, and ended ones whose workers still owe a proof: who is behind every held byte (I5)."""
+        books = self._books
+        told = [self._session(session) for session in books.sessions.values()]
         ended: dict[int, list[Quarantine]] = {}
-        for entry in manager.custody.quarantines:
-            if entry.session not in manager.sessions:
+        for entry in books.custody.quarantines:
+            if entry.session not in books.sessions:
                 ended.setdefault(entry.session, []).append(entry)
         for number, entries in ended.items():
             first = entries[0]
@@ -232,39 +234,39 @@ class AdminService(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
                     namespace_number=first.namespace.number,
                     pid=first.identity.pid,
                     uid=first.identity.uid,
-                    age_s=manager.clock() - first.since,
+                    age_s=books.clock() - first.since,
                     pins=sum(len(e.read) for e in entries),
                     quarantined=sum(len(e.slots) for e in entries),
-                    mappings=[_mapping(manager.custody.mappings[m]) for m in sorted(waiting)],
+                    mappings=[_mapping(books.custody.mappings[m]) for m in sorted(waiting)],
                     state="ended",
                 )
             )
         return told
 
     def _session(self, session: Session) -> admin_pb2.SessionStatus:
-        manager, namespace = self._manager, session.namespace
-        bounds = manager.bounds(session) if namespace is not None else None
+        books, namespace = self._books, session.namespace
+        bounds = books.bounds(session) if namespace is not None else None
         return admin_pb2.SessionStatus(
             number=session.number,
             label=session.label,
             namespace_number=namespace.number if namespace is not None else 0,
             pid=session.identity.pid,
             uid=session.identity.uid,
-            age_s=manager.clock() - session.opened_at,
+            age_s=books.clock() - session.opened_at,
             pins=session.pin_count,
             grants=len(session.grants),
-            quarantined=manager.quarantined(session),
+            quarantined=books.quarantined(session),
             pin_bound=bounds.pins if bounds else 0,
             grant_bound=bounds.grants if bounds else 0,
-            mappings=[_mapping(m) for m in manager.custody.of_instance(session.identity.instance_id)],
+            mappings=[_mapping(m) for m in books.custody.of_instance(session.identity.instance_id)],
             state="open",
         )
 
     def _chunk(self, namespace: Namespace, key: ChunkKey) -> admin_pb2.ChunkStatus:
-        manager, table = self._manager, namespace.table
+        books, table = self._books, namespace.table
         slot = table.index.get(key)
         if slot is None or table.state(slot) is not SlotState.READY:
-            writing = manager.is_being_written(namespace, key)
+            writing = key in books.writing[namespace.number]
             return admin_pb2.ChunkStatus(key=key.hex(), state="writing" if writing else "absent")
         parent = table.parent(slot)
         return admin_pb2.ChunkStatus(
@@ -274,7 +276,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):  # type: ignore[misc]
             pins=table.holds(slot),
             parent=parent.hex() if parent is not None else "",
             children=table.children(slot),
-            idle_s=max(0.0, manager.clock() - table.stamp(slot) / _MICROSECONDS),
+            idle_s=max(0.0, books.clock() - table.stamp(slot) / _MICROSECONDS),
         )
 
 

@@ -1,39 +1,37 @@
 """The manager's sanity as a function: every contradiction between its rooms, one line each."""
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
+from kvhost_server.books import Books
+from kvhost_server.ids import SlotIndex
 from kvhost_server.lending import SegmentState
 from kvhost_server.namespace import Namespace
 from kvhost_server.slots import SlotState
 
-if TYPE_CHECKING:
-    from kvhost_server.manager import Manager
 
-
-def find_problems(manager: "Manager") -> list[str]:
+def find_problems(books: Books) -> list[str]:
     """Contradictions in the books; empty when they agree. Meaningful when no chore waits. O(slots)."""
     problems: list[str] = []
-    for namespace in manager.namespaces.values():
+    for namespace in books.namespaces.values():
         where = f"namespace {namespace.number}: "
         problems += [where + p for p in namespace.table.check_integrity()]
-        problems += [where + p for p in _holds(manager, namespace)]
-    return problems + _sessions(manager) + _segments(manager) + _custody(manager)
+        problems += [where + p for p in _holds(books, namespace)]
+    return problems + _sessions(books) + _segments(books) + _custody(books)
 
 
-def _holds(manager: "Manager", namespace: Namespace) -> list[str]:
+def _holds(books: Books, namespace: Namespace) -> list[str]:
     """Slots say they are held; somebody must say that he holds them, and the other way round."""
     problems: list[str] = []
     table = namespace.table
     pins: Counter[int] = Counter()
     granted: Counter[int] = Counter()
     quarantined: Counter[int] = Counter()
-    for session in manager.sessions.values():
+    for session in books.sessions.values():
         if session.namespace is namespace:
             pins.update(session.pins.values())
         pins.update(slot for home, slot in session.former_pins.values() if home is namespace)
         granted.update(g.slot for g in session.grants.values() if g.namespace is namespace)
-    for entry in manager.custody.quarantines:
+    for entry in books.custody.quarantines:
         if entry.namespace is namespace:
             quarantined.update(entry.slots)
             pins.update(entry.read)
@@ -42,20 +40,20 @@ def _holds(manager: "Manager", namespace: Namespace) -> list[str]:
     for row, segment in enumerate(table.rows):
         if segment is None:
             continue
-        for slot in range(row * table.slots_per_row, (row + 1) * table.slots_per_row):
-            state = table.state(slot)  # type: ignore[arg-type]
+        for slot in map(SlotIndex, range(row * table.slots_per_row, (row + 1) * table.slots_per_row)):
+            state = table.state(slot)
             if (state is SlotState.GRANTED) != (granted[slot] == 1):
                 problems.append(f"slot {slot} is {state.name} and granted {granted[slot]} times")
             if (state is SlotState.QUARANTINED) != (quarantined[slot] == 1):
                 problems.append(f"slot {slot} is {state.name} and quarantined {quarantined[slot]} times")
-            if table.holds(slot) != pins[slot]:  # type: ignore[arg-type]
-                problems.append(f"slot {slot} counts {table.holds(slot)} holds, holders say {pins[slot]}")  # type: ignore[arg-type]
+            if table.holds(slot) != pins[slot]:
+                problems.append(f"slot {slot} counts {table.holds(slot)} holds, holders say {pins[slot]}")
     return problems
 
 
-def _sessions(manager: "Manager") -> list[str]:
+def _sessions(books: Books) -> list[str]:
     problems: list[str] = []
-    for session in manager.sessions.values():
+    for session in books.sessions.values():
         where = f"session {session.number}: "
         if session.unassigned != sum(g.key is None for g in session.grants.values()):
             problems.append(where + f"counts {session.unassigned} unassigned grants wrongly")
@@ -65,15 +63,15 @@ def _sessions(manager: "Manager") -> list[str]:
             problems.append(where + "its namespace does not know it")
         if not session.usable_rows <= set(session.namespace.row_of_segment.values()):
             problems.append(where + "uses rows that have no segment")
-    for namespace in manager.namespaces.values():
-        if not namespace.sessions <= manager.sessions.keys():
+    for namespace in books.namespaces.values():
+        if not namespace.sessions <= books.sessions.keys():
             problems.append(f"namespace {namespace.number} knows sessions that ended")
     return problems
 
 
-def _segments(manager: "Manager") -> list[str]:
+def _segments(books: Books) -> list[str]:
     problems: list[str] = []
-    lending = manager.lending
+    lending = books.lending
     lent = [s.pool_index for s in lending.loans.values()]
     if len(lent) != len(set(lent)):
         problems.append("a segment is lent twice")
@@ -90,10 +88,10 @@ def _segments(manager: "Manager") -> list[str]:
     return problems
 
 
-def _custody(manager: "Manager") -> list[str]:
+def _custody(books: Books) -> list[str]:
     problems: list[str] = []
-    mappings = manager.custody.mappings
-    for entry in manager.custody.quarantines:
+    mappings = books.custody.mappings
+    for entry in books.custody.quarantines:
         if not entry.waiting:
             problems.append(f"a quarantine of session {entry.session} waits for nobody")
         for mapping in entry.waiting:
@@ -101,7 +99,7 @@ def _custody(manager: "Manager") -> list[str]:
                 problems.append(f"a quarantine of session {entry.session} waits for a worker that is gone")
             elif entry not in mappings[mapping].open_fences.values():
                 problems.append(f"a quarantine of session {entry.session} waits for an unfenced worker")
-    for loan in manager.lending.loans.values():
+    for loan in books.lending.loans.values():
         for mapping in loan.holders:
             known = mappings.get(mapping)
             if known is None or loan.segment_id not in known.segments.keys() | known.retiring:

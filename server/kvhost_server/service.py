@@ -11,14 +11,16 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
 import grpc
-from kvhost_proto.v1 import cache_pb2, cache_pb2_grpc, common_pb2
 
+from kvhost_proto.v1 import cache_pb2, cache_pb2_grpc, common_pb2
 from kvhost_server.errors import Code, Refused
 from kvhost_server.ids import ChunkKey, NamespaceNumber, PinId, SessionNumber, StoreId
-from kvhost_server.manager import MAX_KEYS_PER_CALL, ChainAnswer, Manager
+from kvhost_server.manager import Manager
 from kvhost_server.namespace import Namespace
 from kvhost_server.notices import Cleared, Ended, Evicted, KeyEvent, Notice, Resync, Stored
+from kvhost_server.reading import MAX_KEYS_PER_CALL, ChainAnswer
 from kvhost_server.sessions import PeerIdentity, Session
+from kvhost_server.stewardship import namespace_named
 from kvhost_server.version import PROTOCOL_MAJOR, version_message
 from kvhost_server.wire import answers, chunk_of, notice_message, pack, refuse, spec_of
 
@@ -63,7 +65,7 @@ class NoticeQueue:
         return self._notices.popleft()
 
 
-class CacheService(cache_pb2_grpc.CacheServicer):  # type: ignore[misc]
+class CacheService(cache_pb2_grpc.CacheServicer):
     """kvhost.v1.Cache.
 
     Args:
@@ -74,6 +76,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):  # type: ignore[misc]
 
     def __init__(self, manager: Manager, doorkeeper: Doorkeeper, populated: Callable[[], float]) -> None:
         self._manager = manager
+        self._books = manager.books
         self._doorkeeper = doorkeeper
         self._populated = populated
         self._streams: dict[SessionNumber, NoticeQueue] = {}
@@ -93,7 +96,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):  # type: ignore[misc]
             stream.put(notice)
         else:
             message = notice_message(notice)
-            message.stamp.CopyFrom(self._stamp(self._manager.sessions.get(session)))
+            message.stamp.CopyFrom(self._stamp(self._books.sessions.get(session)))
             stream.put(message)
 
     def events(self, namespace: NamespaceNumber) -> None:
@@ -113,7 +116,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):  # type: ignore[misc]
         for number, stream in self._streams.items():
             stream.put(
                 cache_pb2.Notice(
-                    stamp=self._stamp(self._manager.sessions.get(number)),
+                    stamp=self._stamp(self._books.sessions.get(number)),
                     state=cache_pb2.StateChanged(state=self._state()),
                 )
             )
@@ -206,7 +209,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):  # type: ignore[misc]
             shard_stride=layout.shard_stride,
             slots_per_segment=namespace.slots_per_segment,
             existed=existed,
-            slots=self._manager.bounds(session).slots,
+            slots=self._books.bounds(session).slots,
         )
 
     @answers
@@ -236,12 +239,12 @@ class CacheService(cache_pb2_grpc.CacheServicer):  # type: ignore[misc]
                 Code.RESOURCE_EXHAUSTED,
                 f"{request.count + len(request.chunks)} slots in one call; allowed are {MAX_KEYS_PER_CALL}",
             )
-        given = self._manager.reserve(session, request.count, [chunk_of(c) for c in request.chunks])
+        given = self._manager.writing.reserve(session, request.count, [chunk_of(c) for c in request.chunks])
         return cache_pb2.ReserveReply(
             stamp=self._stamp(session),
             store_ids=[store for store, _ in given.grants],
             slots=[slot for _, slot in given.grants],
-            chunk_status=[int(status) for status, _, _ in given.chunks],  # type: ignore[misc]
+            chunk_status=[f"RESERVE_STATUS_{status.name}" for status, _, _ in given.chunks],
             chunk_store_ids=[store for _, store, _ in given.chunks],
             chunk_slots=[slot for _, _, slot in given.chunks],
             pending=given.pending,
@@ -258,42 +261,39 @@ class CacheService(cache_pb2_grpc.CacheServicer):  # type: ignore[misc]
                 Code.RESOURCE_EXHAUSTED, f"{items} items in one update; allowed are {MAX_ITEMS_PER_UPDATE}"
             )
         reply = cache_pb2.UpdateReply()
+        reading, writing = manager.reading, manager.writing
 
-        def each(kind: int, item_id: int, act: Callable[[], object]) -> object:
-            try:
-                return act()
-            except Refused as refused:
-                reply.errors.add(kind=kind, id=item_id, code=refused.code, message=refused.message)  # type: ignore[arg-type]
-                return None
+        def fault(kind: str, item: int, refused: Refused) -> None:
+            reply.errors.add(
+                kind=cache_pb2.ItemKind.Value(kind), id=item, code=refused.code, message=refused.message
+            )
 
         for pin in request.releases:
-            each(cache_pb2.ITEM_KIND_RELEASE, pin, lambda pin=pin: manager.release(session, PinId(pin)))
+            try:
+                reading.release(session, PinId(pin))
+            except Refused as refused:
+                fault("ITEM_KIND_RELEASE", pin, refused)
         for abort in request.aborts:
-            each(
-                cache_pb2.ITEM_KIND_ABORT,
-                abort.store_id,
-                lambda a=abort: manager.abort(session, StoreId(a.store_id), list(a.unquiet_ranks)),
-            )
+            try:
+                writing.abort(session, StoreId(abort.store_id), list(abort.unquiet_ranks))
+            except Refused as refused:
+                fault("ITEM_KIND_ABORT", abort.store_id, refused)
         for store in request.assigns:
-            each(
-                cache_pb2.ITEM_KIND_ASSIGN,
-                store.store_id,
-                lambda s=store: manager.assign(session, StoreId(s.store_id), chunk_of(s.chunk)),
-            )
+            try:
+                writing.assign(session, StoreId(store.store_id), chunk_of(store.chunk))
+            except Refused as refused:
+                fault("ITEM_KIND_ASSIGN", store.store_id, refused)
         for store in request.commits:
-            published = each(
-                cache_pb2.ITEM_KIND_COMMIT,
-                store.store_id,
-                lambda s=store: manager.commit(session, StoreId(s.store_id), chunk_of(s.chunk)),
-            )
-            if published is False:
-                reply.superseded.append(store.store_id)
+            try:
+                if not writing.commit(session, StoreId(store.store_id), chunk_of(store.chunk)):
+                    reply.superseded.append(store.store_id)
+            except Refused as refused:
+                fault("ITEM_KIND_COMMIT", store.store_id, refused)
         for chain in request.touches:
-            each(
-                cache_pb2.ITEM_KIND_TOUCH,
-                chain.group,
-                lambda c=chain: manager.touch(session, c.group, c.keys),
-            )
+            try:
+                reading.touch(session, chain.group, chain.keys)
+            except Refused as refused:
+                fault("ITEM_KIND_TOUCH", chain.group, refused)
         reply.stamp.CopyFrom(self._stamp(session))
         return reply
 
@@ -310,23 +310,23 @@ class CacheService(cache_pb2_grpc.CacheServicer):  # type: ignore[misc]
         self, request: cache_pb2.WatchRequest, context: Any
     ) -> AsyncIterator[cache_pb2.WatchEvent]:
         try:
-            only = self._manager.namespace_named(request.namespace) if request.namespace else None
+            only = namespace_named(self._books, request.namespace) if request.namespace else None
         except Refused as refused:
             await refuse(context, refused)
         watcher = _Watcher(only.number if only else None)
         self._watchers.add(watcher)
         try:
-            for namespace in [only] if only else list(self._manager.namespaces.values()):
+            for namespace in [only] if only else list(self._books.namespaces.values()):
                 watcher.gaps.add(namespace.number)
             while True:
                 while watcher.gaps:
-                    namespace = self._manager.namespaces[watcher.gaps.pop()]
+                    namespace = self._books.namespaces[watcher.gaps.pop()]
                     for event in self._snapshot(namespace):
                         yield event
                     # Events from here on stand in the queue, behind the snapshot.
-                event = await watcher.next()
-                if event is not None:
-                    yield event
+                following = await watcher.next()
+                if following is not None:
+                    yield following
         finally:
             self._watchers.discard(watcher)
 
@@ -335,14 +335,14 @@ class CacheService(cache_pb2_grpc.CacheServicer):  # type: ignore[misc]
     def _stamp(self, session: Session | None) -> common_pb2.Stamp:
         namespace = session.namespace if session is not None else None
         return common_pb2.Stamp(
-            boot_id=self._manager.boot_id, generation=namespace.generation if namespace is not None else 0
+            boot_id=self._books.boot_id, generation=namespace.generation if namespace is not None else 0
         )
 
     def _state(self) -> common_pb2.ServiceState:
-        return common_pb2.ServiceState.ValueType(int(self._manager.state))
+        return common_pb2.ServiceState.Value(f"SERVICE_STATE_{self._books.state.name}")
 
     def _end(self, number: SessionNumber, why: str) -> None:
-        if number in self._manager.sessions:
+        if number in self._books.sessions:
             quarantined = self._manager.end_session(number, why)
             logger.info("session %d ended: %s; %d slots quarantined", number, why, quarantined)
 
@@ -356,11 +356,11 @@ class CacheService(cache_pb2_grpc.CacheServicer):  # type: ignore[misc]
             )
         step = _KEYS_PER_SLICE * max(1, chain.key_bytes)
         if pin or len(keys) <= step:  # pins of one chain have ids that follow each other
-            answer = self._manager.lookup(session, chain.group, chain.semantics, keys, pin)
+            answer = self._manager.reading.lookup(session, chain.group, chain.semantics, keys, pin)
         else:
             found = b""
             for start in range(0, len(keys), step):
-                part = self._manager.lookup(
+                part = self._manager.reading.lookup(
                     session, chain.group, chain.semantics, keys[start : start + step], False
                 )
                 found += part.found
@@ -378,15 +378,15 @@ class CacheService(cache_pb2_grpc.CacheServicer):  # type: ignore[misc]
 
     def _run_chores(self) -> None:
         self._chores_run = False
-        if self._manager.run_chores():
+        if self._books.run_chores():
             self.chores()
 
     def _tell_events(self) -> None:
         """Removed keys to the sessions of each namespace, everything to the watchers."""
         numbers, self._with_events = self._with_events, set()
         for number in numbers:
-            namespace = self._manager.namespaces[number]
-            events, lost = self._manager.take_events(number)
+            namespace = self._books.namespaces[number]
+            events, lost = namespace.take_events()
             self._tell_sessions(namespace, events, lost)
             for watcher in self._watchers:
                 if watcher.only in (None, number):
@@ -402,7 +402,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):  # type: ignore[misc]
             stream = self._streams.get(SessionNumber(number))
             if stream is None:
                 continue
-            notice = cache_pb2.Notice(stamp=self._stamp(self._manager.sessions.get(SessionNumber(number))))
+            notice = cache_pb2.Notice(stamp=self._stamp(self._books.sessions.get(SessionNumber(number))))
             if lost:
                 notice.resync.SetInParent()
                 stream.put(notice)
@@ -464,7 +464,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):  # type: ignore[misc]
     def _numbered(self, namespace: Namespace) -> cache_pb2.WatchEvent:
         sequence = self._sequences.get(namespace.number, 0) + 1
         self._sequences[namespace.number] = sequence
-        stamp = common_pb2.Stamp(boot_id=self._manager.boot_id, generation=namespace.generation)
+        stamp = common_pb2.Stamp(boot_id=self._books.boot_id, generation=namespace.generation)
         return cache_pb2.WatchEvent(stamp=stamp, namespace_number=namespace.number, sequence=sequence)
 
 

@@ -367,8 +367,7 @@ class ChunkTable:
         self._parent[slot] = self._next_sibling[slot] = self._previous_sibling[slot] = NO_SLOT
         self._children[parent] -= 1
         # A chunk was last used when anything built on it was.
-        if self._stamp[slot] > self._stamp[parent]:
-            self._stamp[parent] = self._stamp[slot]
+        self._stamp[parent] = max(self._stamp[parent], self._stamp[slot])
         leaf = SlotIndex(parent)
         if not self._children[parent] and self.evictable(leaf):
             if leaf in self._missing_parent:

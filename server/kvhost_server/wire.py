@@ -5,11 +5,11 @@ from functools import wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import grpc
-from kvhost_proto.v1 import cache_pb2, common_pb2
 
+from kvhost_proto.v1 import cache_pb2, common_pb2
+from kvhost_server.checks import ChunkRequest
 from kvhost_server.errors import Code, Refused
 from kvhost_server.ids import ChunkKey
-from kvhost_server.manager import ChunkRequest
 from kvhost_server.namespace import Group, Layout, NamespaceSpec, Semantics
 from kvhost_server.notices import Ended, Fenced, Mapped, Notice, Recall, Resync
 
@@ -94,7 +94,9 @@ def layout_message(layout: Layout) -> common_pb2.Layout:
         ranks=layout.ranks,
         key_bytes=layout.key_bytes,
         groups=[
-            common_pb2.Group(id=g.id, semantics=int(g.semantics), tokens_per_chunk=g.tokens_per_chunk)  # type: ignore[arg-type]
+            common_pb2.Group(
+                id=g.id, semantics=common_pb2.Semantics.Name(g.semantics), tokens_per_chunk=g.tokens_per_chunk
+            )
             for g in layout.groups
         ],
     )

@@ -1,0 +1,121 @@
+"""Which segments each engine has mapped, and how a namespace grows: sessions, workers and loans together."""
+
+from kvhost_server.books import Books
+from kvhost_server.custody import Mapping
+from kvhost_server.ids import SessionNumber, SlotIndex
+from kvhost_server.lending import Loan
+from kvhost_server.namespace import Namespace
+from kvhost_server.notices import Mapped
+from kvhost_server.sessions import Session
+
+
+class Attachment:
+    """Pairs workers with sessions, offers them segments, and finds slots that all ranks have mapped."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+
+    def pair(self, mapping: Mapping, session: Session) -> None:
+        mapping.session = session.number
+        session.mapping_of_rank[mapping.rank] = mapping.id
+        if session.namespace is not None:
+            self.offer_all(mapping, session.namespace)
+
+    def offer_all(self, mapping: Mapping, namespace: Namespace) -> None:
+        """The worker gets every segment of this namespace and keeps none of another."""
+        others = [s for s in mapping.segments if s not in namespace.row_of_segment]
+        if others:
+            for segment in others:
+                del mapping.segments[segment]
+                mapping.retiring.add(segment)
+            self._books.outbox.retire(mapping.id, others)
+        self._offer(mapping, self._books.lending.loans_of(namespace))
+
+    def _offer(self, mapping: Mapping, loans: list[Loan]) -> None:
+        fresh = [loan for loan in loans if loan.segment_id not in mapping.segments]
+        for loan in fresh:
+            mapping.segments[loan.segment_id] = False
+            loan.holders.add(mapping.id)
+        if fresh and mapping.connected:
+            self._books.outbox.offer(mapping.id, [self._books.lending.assignment(loan) for loan in fresh])
+
+    def left(self, mapping: Mapping) -> None:
+        session = self._books.sessions.get(mapping.session) if mapping.session is not None else None
+        if session is not None and session.mapping_of_rank.get(mapping.rank) == mapping.id:
+            del session.mapping_of_rank[mapping.rank]
+            self.refresh(session)
+
+    def refresh_session_of(self, mapping: Mapping) -> None:
+        session = self._books.sessions.get(mapping.session) if mapping.session is not None else None
+        if session is not None:
+            self.refresh(session)
+
+    def refresh(self, session: Session) -> None:
+        """Which rows every rank has mapped; tells the session when its readiness changed."""
+        namespace = session.namespace
+        if namespace is None:
+            return
+        ranks = namespace.spec.layout.ranks
+        workers = [self._books.custody.mappings[m] for m in session.mapping_of_rank.values()]
+        rows = {
+            row
+            for segment, row in namespace.row_of_segment.items()
+            if len(workers) == ranks and all(w.segments.get(segment) for w in workers)
+        }
+        session.usable_rows = rows
+        session.all_usable = len(rows) == namespace.segments
+        mapped = sum(any(w.segments.values()) for w in workers)
+        # Ready once everything there was is mapped; later segments join one by one.
+        ready = bool(rows) and (session.ready or session.all_usable)
+        if (mapped, ready) != (session.mapped_ranks, session.ready):
+            session.mapped_ranks, session.ready = mapped, ready
+            self._books.outbox.notice(session.number, Mapped(mapped, ranks, ready))
+
+    # Room.
+
+    def segment_free(self, pool_index: int) -> None:
+        loan = self._books.lending.ready(pool_index)
+        if loan is not None:
+            self._offer_to_sessions(loan)
+
+    def take(self, session: Session, namespace: Namespace) -> SlotIndex | None:
+        table = namespace.table
+        if not table.has_free(session.usable_rows) and session.all_usable:
+            self.grow(namespace)
+        if not session.all_usable and self._grows_free(session, namespace):
+            return None  # a free segment is being mapped: better than evicting
+        slot = table.take(session.usable_rows)
+        self._books.tell_evictions(namespace)
+        return slot
+
+    def grow(self, namespace: Namespace) -> None:
+        """One more segment for the namespace: a free one, else somebody's oldest."""
+        loan = self._books.lending.lend(namespace)
+        if loan is not None:
+            self._offer_to_sessions(loan)
+        elif self._books.lending.steal_for(namespace):
+            self._books.counters["segments_retired"] += 1
+            for other in self._books.namespaces.values():
+                self._books.tell_evictions(other)
+                for number in other.sessions:
+                    self.refresh(self._books.sessions[SessionNumber(number)])
+
+    def grow_ahead(self, session: Session, namespace: Namespace, wanted: int) -> None:
+        """Takes a free segment before the last slots are gone, so that nobody waits for its mapping."""
+        if session.all_usable and self._books.lending.lendable(namespace):
+            spare = namespace.table.free_slots(session.usable_rows)
+            if spare < max(2 * wanted, namespace.slots_per_segment // 4):
+                self.grow(namespace)
+
+    def _offer_to_sessions(self, loan: Loan) -> None:
+        for number in loan.namespace.sessions:
+            session = self._books.sessions[SessionNumber(number)]
+            for mapping_id in session.mapping_of_rank.values():
+                self._offer(self._books.custody.mappings[mapping_id], [loan])
+            self.refresh(session)
+
+    def _grows_free(self, session: Session, namespace: Namespace) -> bool:
+        """No usable slot is free, but one in a row that this engine is still mapping is."""
+        has_free = namespace.table.has_free
+        others = set(namespace.row_of_segment.values()) - session.usable_rows
+        return not has_free(session.usable_rows) and has_free(others)

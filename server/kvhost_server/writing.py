@@ -1,0 +1,226 @@
+"""Taking slots and publishing chunks: reserve, assign, commit, abort."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+from kvhost_server.attachment import Attachment
+from kvhost_server.books import Books, ServiceState
+from kvhost_server.checks import ChunkRequest, check_chunk, parent_of
+from kvhost_server.errors import Code, Refused
+from kvhost_server.ids import SessionNumber, SlotIndex, StoreId
+from kvhost_server.namespace import Namespace
+from kvhost_server.notices import Recall
+from kvhost_server.sessions import Bounds, Grant, Session
+
+_RECALL_EVERY_S = 1.0
+
+
+class ReserveStatus(IntEnum):
+    """Answer for one chunk of a reservation; the values are the wire's."""
+
+    RESERVED = 1
+    EXISTS = 2
+    BEING_WRITTEN = 3
+    NO_SPACE = 4
+    BOUND = 5
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Slots granted: for no chunk in particular, then one answer a chunk. Slots are wire slots."""
+
+    grants: list[tuple[StoreId, int]]
+    chunks: list[tuple[ReserveStatus, StoreId, int]]
+    pending: bool
+    reason: str
+
+
+class Writing:
+    """What a session may write, and when it is published (I2, I5)."""
+
+    def __init__(self, books: Books, attachment: Attachment) -> None:
+        self._books = books
+        self._attachment = attachment
+        self._last_store = 0
+
+    def reserve(self, session: Session, count: int, chunks: Sequence[ChunkRequest]) -> Reservation:
+        """Takes slots to write into: `count` ahead, and one for each chunk that is not stored.
+
+        Answers at once, with fewer when there is no room (E1).
+
+        Raises:
+            Refused: no namespace, or the daemon is starting or draining.
+        """
+        namespace = self._books.namespace_of(session)
+        if self._books.state is not ServiceState.SERVING:
+            raise Refused(
+                Code.UNAVAILABLE, f"the daemon is {self._books.state.name.lower()}: no slots are granted now"
+            )
+        for chunk in chunks:
+            check_chunk(namespace, chunk)
+        if not session.ready:
+            ranks = namespace.spec.layout.ranks
+            if not namespace.segments:
+                self._attachment.grow(namespace)
+            answer = (ReserveStatus.NO_SPACE, StoreId(0), 0)
+            reason = f"{session.mapped_ranks} of {ranks} ranks have mapped the segments"
+            return Reservation([], [answer] * len(chunks), True, reason)
+        bounds = self._books.bounds(session)
+        reasons: list[str] = []
+        answers = [self._reserve_chunk(session, namespace, chunk, bounds, reasons) for chunk in chunks]
+        grants: list[tuple[StoreId, int]] = []
+        while len(grants) < count:
+            if session.unassigned >= bounds.unassigned or self._books.held(session) >= bounds.grants:
+                self._books.counters["bound_reached"] += 1
+                reasons.append(
+                    f"the session holds {self._books.held(session)} slots, {session.unassigned} ahead; "
+                    f"its bounds are {bounds.grants} and {bounds.unassigned}"
+                )
+                break
+            slot = self._attachment.take(session, namespace)
+            if slot is None:
+                reasons.append(self._no_space(namespace))
+                break
+            grants.append(self._grant(session, namespace, slot, None))
+        self._attachment.grow_ahead(session, namespace, count + len(chunks))
+        if reasons:
+            self._recall_others(session, namespace)
+        pending = bool(reasons) and (namespace.expecting or not session.all_usable)
+        return Reservation(grants, answers, pending, reasons[-1] if reasons else "")
+
+    def assign(self, session: Session, store: StoreId, chunk: ChunkRequest) -> None:
+        """A slot taken ahead is being written with this chunk.
+
+        Raises:
+            Refused: not a grant of this session, or one that already has a chunk.
+        """
+        grant = session.grants.get(store)
+        if grant is None or grant.key is not None:
+            self._books.anomalies["stale_assign"] += 1
+            found = "not granted to this session" if grant is None else "assigned before"
+            raise Refused(Code.FAILED_PRECONDITION, f"store {store} is {found}")
+        check_chunk(grant.namespace, chunk)
+        parent = parent_of(grant.namespace, chunk)
+        session.grants[store] = replace(grant, key=chunk.key, parent=parent)
+        session.unassigned -= 1
+        self._books.writing[grant.namespace.number][chunk.key] += 1
+
+    def commit(self, session: Session, store: StoreId, chunk: ChunkRequest) -> bool:
+        """Every rank has written this slot: publish (I2). False when the key was published before.
+
+        Raises:
+            Refused: the store id is not this session's, was used before, is of an
+                older generation, or was assigned to another chunk (I5, I6, B6).
+        """
+        grant = session.grants.get(store)
+        if grant is None:
+            self._books.anomalies["stale_commit"] += 1
+            raise Refused(
+                Code.FAILED_PRECONDITION,
+                f"store {store} is not held by this session: committed, aborted or fenced before, "
+                "or not its own",
+            )
+        namespace = grant.namespace
+        check_chunk(namespace, chunk)
+        if grant.key not in (None, chunk.key):
+            raise Refused(
+                Code.INVALID_ARGUMENT, f"store {store} was assigned to another chunk than it is committed for"
+            )
+        self._books.end_grant(session, store, grant)
+        if grant.generation != namespace.generation:
+            namespace.table.give_back(grant.slot)
+            self._books.anomalies["stale_commit"] += 1
+            raise Refused(
+                Code.FAILED_PRECONDITION,
+                f"store {store} was granted in generation {grant.generation}; "
+                f"the namespace is in {namespace.generation}",
+            )
+        if chunk.key in namespace.table.index:
+            namespace.table.give_back(grant.slot)
+            self._books.counters["superseded_chunks"] += 1
+            return False
+        parent = parent_of(namespace, chunk)
+        namespace.table.publish(grant.slot, chunk.key, parent, self._books.now(), chunk.checksum)
+        namespace.stored(chunk.key, parent)
+        namespace.counters["committed_chunks"] += 1
+        self._books.counters["committed_chunks"] += 1
+        self._books.outbox.events(namespace.number)
+        return True
+
+    def abort(self, session: Session, store: StoreId, unquiet_ranks: Sequence[int] = ()) -> None:
+        """Gives a slot back unpublished; quarantined while one of these ranks may still write it.
+
+        Raises:
+            Refused: not a grant of this session.
+        """
+        grant = session.grants.get(store)
+        if grant is None:
+            self._books.anomalies["stale_abort"] += 1
+            raise Refused(
+                Code.NOT_FOUND, f"store {store} is not held by this session: ended before, or not its own"
+            )
+        self._books.end_grant(session, store, grant)
+        if grant.key is not None:
+            self._books.counters["aborted_stores"] += 1
+        if unquiet_ranks:
+            self._books.quarantine(
+                session, grant.namespace, [grant.slot], [], ranks=unquiet_ranks, store_ids=[store]
+            )
+        else:
+            grant.namespace.table.give_back(grant.slot)
+
+    def _reserve_chunk(
+        self, session: Session, namespace: Namespace, chunk: ChunkRequest, bounds: Bounds, reasons: list[str]
+    ) -> tuple[ReserveStatus, StoreId, int]:
+        nothing = StoreId(0)
+        if chunk.key in namespace.table.index:
+            return ReserveStatus.EXISTS, nothing, 0
+        if chunk.key in self._books.writing[namespace.number]:
+            return ReserveStatus.BEING_WRITTEN, nothing, 0
+        if self._books.held(session) >= bounds.grants:
+            self._books.counters["bound_reached"] += 1
+            reasons.append(
+                f"the session holds {self._books.held(session)} slots; its bound is {bounds.grants}"
+            )
+            return ReserveStatus.BOUND, nothing, 0
+        # The chain it continues is in use: evict something else.
+        parent = namespace.table.index.get(chunk.parent) if chunk.parent else None
+        if parent is not None:
+            namespace.table.hold(parent)
+        slot = self._attachment.take(session, namespace)
+        if parent is not None:
+            namespace.table.let_go(parent)
+        if slot is None:
+            reasons.append(self._no_space(namespace))
+            return ReserveStatus.NO_SPACE, nothing, 0
+        store, wire = self._grant(session, namespace, slot, chunk)
+        return ReserveStatus.RESERVED, store, wire
+
+    def _grant(
+        self, session: Session, namespace: Namespace, slot: SlotIndex, chunk: ChunkRequest | None
+    ) -> tuple[StoreId, int]:
+        self._last_store += 1
+        store = StoreId(self._last_store)
+        if chunk is None:
+            session.grants[store] = Grant(namespace, slot, namespace.generation)
+            session.unassigned += 1
+        else:
+            parent = parent_of(namespace, chunk)
+            session.grants[store] = Grant(namespace, slot, namespace.generation, chunk.key, parent)
+            self._books.writing[namespace.number][chunk.key] += 1
+        self._books.counters["granted_slots"] += 1
+        return store, namespace.table.wire(slot)
+
+    def _no_space(self, namespace: Namespace) -> str:
+        self._books.counters["no_space"] += 1
+        slots = namespace.table.slots
+        return f"no slot can be had: all {slots} slots of the namespace are held, and no segment is free"
+
+    def _recall_others(self, session: Session, namespace: Namespace) -> None:
+        now = self._books.clock()
+        for number in namespace.sessions:
+            other = self._books.sessions[SessionNumber(number)]
+            if other is not session and other.unassigned and now - other.recalled_at >= _RECALL_EVERY_S:
+                other.recalled_at = now
+                self._books.outbox.notice(other.number, Recall(other.unassigned))
