@@ -1,0 +1,1 @@
+"""End to end: real vLLM engines and a real daemon, each a process of its own."""
