@@ -339,9 +339,10 @@ def _ticket(paths: SocketPaths, instance_id: bytes, until: float) -> handover.Ti
     try:
         return handover.fetch_ticket(paths.handover, instance_id, until - time.monotonic())
     except Unavailable:
-        other = None
-        if not os.path.exists(paths.handover):
-            other = probe.explain_missing_handover(paths, until - time.monotonic())
+        if os.path.exists(paths.handover):
+            raise
+        why = f"without a handover socket ({paths.handover}); is this the first socket of a kvhostd?"
+        other = probe.foreign(paths.cache, until - time.monotonic(), but=why)
         if other is not None:
             raise other from None
         raise

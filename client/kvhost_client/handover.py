@@ -39,6 +39,9 @@ DESCRIPTORS_LIMIT = 253
 # Python 3.11's socket module does not name it; Linux 6.5.
 _SO_PEERPIDFD = getattr(socket, "SO_PEERPIDFD", 77)
 
+_PERMISSION_DENIED = 7
+_FAILED_PRECONDITION = 9
+
 _FD_BYTES = array.array("i").itemsize
 
 
@@ -209,9 +212,12 @@ def check_instance_id(instance_id: bytes) -> None:
         raise InvalidArgument(f"an instance id has {INSTANCE_ID_BYTES} bytes, found {len(instance_id)}")
 
 
-def refused(path: str, answer: handover_pb2.Refused) -> Refused:
-    """The daemon's refusal as an error."""
-    return Refused(f"kvhostd at {path} refused: {answer.message or 'no reason given'}", answer.code)
+def refused(path: str, answer: handover_pb2.Refused) -> KVHostError:
+    """The daemon's refusal of our HELLO as an error."""
+    sentence = f"kvhostd at {path} refused: {answer.message or 'no reason given'}"
+    if answer.code == _FAILED_PRECONDITION:  # how a daemon of any version refuses another one
+        return VersionMismatch(sentence)
+    return Refused(sentence, answer.code)
 
 
 def _parse(path: str, data: bytes) -> handover_pb2.ToClient:
@@ -267,7 +273,7 @@ def connection_error(path: str, error: OSError) -> KVHostError:
         errno.EACCES: lambda: Refused(
             f"this process (uid {os.geteuid()}, gid {os.getegid()}) may not connect to {path}"
             f"{_mode(path)}: run it as a member of the socket's group",
-            code=7,
+            code=_PERMISSION_DENIED,
         ),
         errno.EAGAIN: lambda: DeadlineExceeded(
             f"kvhostd at {path} accepts no connection: it hangs or is stopped"

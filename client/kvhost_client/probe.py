@@ -1,4 +1,4 @@
-"""What is it that answers at a daemon's first socket? Asked before a session opens (F15)."""
+"""What is it that answers at a socket? Asked when it does not answer as kvhostd does (F15)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 
 from kvhost_client.errors import DeadlineExceeded, KVHostError, NotKVHost
 from kvhost_client.handover import connection_error
-from kvhost_client.paths import SocketPaths
 
 # How an HTTP/2 client begins, with an empty SETTINGS frame; every gRPC server answers with SETTINGS.
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
@@ -24,10 +23,13 @@ def bound_name(path: str, deadline_s: float) -> str:
     return name if isinstance(name, str) else ""
 
 
-def explain_missing_handover(paths: SocketPaths, deadline_s: float) -> KVHostError | None:
-    """There is no handover socket. Is something else at the first socket? None if nothing is there."""
+def foreign(path: str, deadline_s: float, but: str = "") -> NotKVHost | None:
+    """What answers at `path`, as an error, if it is something else than a gRPC server; None otherwise.
+
+    With `but`, a gRPC server is foreign too, for the reason that it says.
+    """
     try:
-        with _connect(paths.cache, deadline_s) as connection:
+        with _connect(path, deadline_s) as connection:
             connection.sendall(_PREFACE)
             answer = _read(connection, 9, deadline_s)
     except (OSError, KVHostError):
@@ -35,10 +37,14 @@ def explain_missing_handover(paths: SocketPaths, deadline_s: float) -> KVHostErr
     if answer[:5] == b"HTTP/":
         found = "an HTTP/1 server"
     elif len(answer) >= 4 and answer[3] == _SETTINGS:
-        found = f"a gRPC server without a handover socket ({paths.handover}); is this kvhostd's first socket?"
+        if not but:
+            return None
+        found = f"a gRPC server {but}"
+    elif answer:
+        found = "no gRPC server"
     else:
-        found = "something that is no gRPC server" if answer else "something that says nothing"
-    return NotKVHost(f"{paths.cache} answers, but not as a kvhostd: it is {found}")
+        return None  # silence may be a daemon that hangs
+    return NotKVHost(f"{path} answers, but not as a kvhostd: it is {found}")
 
 
 def _connect(path: str, deadline_s: float) -> socket.socket:
