@@ -82,7 +82,7 @@ def _read_file(path: Path, options: Mapping[str, click.Parameter]) -> dict[str, 
 def _file_value(path: Path, key: str, value: object, option: click.Parameter) -> object:
     """A value of the file as click takes it; refuses types that click would bend (true as 1, 5 as a path)."""
     wanted: tuple[type, ...] = (str,)
-    if option.type is click.BOOL:
+    if isinstance(option, click.Option) and option.is_flag:
         wanted = (bool,)
     elif option.type is click.FLOAT:
         wanted = (int, float)

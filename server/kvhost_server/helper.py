@@ -44,6 +44,12 @@ class Helper:
             self._process.kill()
             await self._process.wait()
 
+    @property
+    def pid(self) -> int:
+        """Of the helper process."""
+        assert self._process is not None
+        return self._process.pid
+
     async def steps(self) -> AsyncIterator[Step]:
         """Every step, as it happens. A step of kind "short" or "failed" is the last one.
 

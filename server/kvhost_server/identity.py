@@ -4,6 +4,7 @@ Nothing a peer says about itself counts here: uid, groups and pid come from the 
 socket too (SO_PEERPIDFD) or, on kernels before 6.5, from the peer but checked against its pid.
 """
 
+import ctypes
 import errno
 import os
 import socket
@@ -14,8 +15,8 @@ from pathlib import Path
 
 _SO_PEERGROUPS = 59
 _SO_PEERPIDFD = 77
+_libc = ctypes.CDLL(None, use_errno=True)
 _UCRED = struct.Struct("=iII")
-_GID = struct.Struct("=I")
 _MOST_GROUPS = 65536  # NGROUPS_MAX of the kernel
 _PIDFD_THREAD = os.O_EXCL  # the flag by which fdinfo shows a pidfd of one thread (Linux 6.9)
 
@@ -55,14 +56,19 @@ def credentials_of(connection: socket.socket) -> Credentials:
     """Reads SO_PEERCRED and SO_PEERGROUPS."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, gid = _UCRED.unpack(raw)
-    try:
-        raw = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 256 * _GID.size)
-    except OSError as error:
-        if error.errno != errno.ERANGE:
-            raise
-        raw = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MOST_GROUPS * _GID.size)
-    groups = tuple(group for (group,) in _GID.iter_unpack(raw))
-    return Credentials(pid, uid, gid, groups)
+    return Credentials(pid, uid, gid, _groups_of(connection))
+
+
+def _groups_of(connection: socket.socket) -> tuple[int, ...]:
+    """SO_PEERGROUPS, through ctypes: `socket.getsockopt` takes no more than 1,024 bytes, which is 256
+    groups."""
+    groups = (ctypes.c_uint32 * _MOST_GROUPS)()
+    size = ctypes.c_uint32(ctypes.sizeof(groups))
+    where = (connection.fileno(), socket.SOL_SOCKET, _SO_PEERGROUPS)
+    if _libc.getsockopt(*where, ctypes.byref(groups), ctypes.byref(size)):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return tuple(groups[: size.value // ctypes.sizeof(ctypes.c_uint32)])
 
 
 def pidfd_of(connection: socket.socket) -> int | None:

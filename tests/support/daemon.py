@@ -26,7 +26,8 @@ class Daemon:
     Args:
         memory: `--memory`.
         options: further flags, as ("--lock", "auto").
-        folder: where the sockets stand; a new folder under the temp dir when not given (then removed at the end).
+        folder: where the sockets stand; a new folder under the temp dir when not given (then removed at
+        the end).
             Give the same one to a second daemon to take the first one's place.
         env: added to the environment.
         wait: return only once it is SERVING.
@@ -99,7 +100,7 @@ class Daemon:
 
         def serving() -> bool:
             assert self.returncode is None, f"kvhostd ended with {self.returncode}: {self.log}"
-            return self.health() == health_pb2.HealthCheckResponse.SERVING
+            return bool(self.health() == health_pb2.HealthCheckResponse.SERVING)
 
         try:
             wait_for(serving, deadline_s, "kvhostd to be SERVING")
@@ -121,7 +122,10 @@ class Daemon:
     def status(self) -> admin_pb2.StatusReply:
         """What Admin says of the daemon: memory, namespaces, sessions, counters, anomalies."""
         with _channel(self.admin_socket) as channel:
-            return admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=5.0)
+            reply: admin_pb2.StatusReply = admin_pb2_grpc.AdminStub(channel).Status(
+                admin_pb2.StatusRequest(), timeout=5.0
+            )
+            return reply
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the manager's own books do not agree."""
