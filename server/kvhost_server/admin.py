@@ -149,8 +149,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     # Inside.
 
-    def _state(self) -> common_pb2.ServiceState:
-        return common_pb2.ServiceState.Value(f"SERVICE_STATE_{self._books.state.name}")
+    def _state(self) -> str:
+        return f"SERVICE_STATE_{self._books.state.name}"
 
     def _memory(self) -> admin_pb2.Memory:
         lending, pool = self._books.lending, self._pool
@@ -217,7 +217,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         )
 
     def _sessions(self) -> list[admin_pb2.SessionStatus]:
-        """Open sessions, and ended ones whose workers still owe a proof: who is behind every held byte (I5)."""
+        """Open sessions, and ended ones whose workers still owe a proof: who holds every byte (I5)."""
         books = self._books
         told = [self._session(session) for session in books.sessions.values()]
         ended: dict[int, list[Quarantine]] = {}

@@ -14,12 +14,13 @@ import grpc
 
 from kvhost_proto.v1 import cache_pb2, cache_pb2_grpc, common_pb2
 from kvhost_server.errors import Code, Refused
+from kvhost_server.identity import Identity
 from kvhost_server.ids import ChunkKey, NamespaceNumber, PinId, SessionNumber, StoreId
 from kvhost_server.manager import Manager
 from kvhost_server.namespace import Namespace
 from kvhost_server.notices import Cleared, Ended, Evicted, KeyEvent, Notice, Resync, Stored
 from kvhost_server.reading import MAX_KEYS_PER_CALL, ChainAnswer
-from kvhost_server.sessions import PeerIdentity, Session
+from kvhost_server.sessions import Session
 from kvhost_server.stewardship import namespace_named
 from kvhost_server.version import PROTOCOL_MAJOR, version_message
 from kvhost_server.wire import answers, chunk_of, notice_message, pack, refuse, spec_of
@@ -37,10 +38,10 @@ _KEYS_PER_WATCH_EVENT = 1024
 class Doorkeeper(Protocol):
     """The handover socket's side of a session: who asked for a ticket, and is that process still alive."""
 
-    def redeem(self, ticket: bytes) -> PeerIdentity | None:
+    def redeem(self, ticket: bytes) -> Identity | None:
         """Who received this ticket; None when it is unknown, used or expired. Once."""
 
-    def watch_end(self, identity: PeerIdentity, on_end: Callable[[], None]) -> Callable[[], None]:
+    def watch_end(self, identity: Identity, on_end: Callable[[], None]) -> Callable[[], None]:
         """Calls back once when that process has ended; returns how to stop watching."""
 
 
@@ -338,8 +339,8 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             boot_id=self._books.boot_id, generation=namespace.generation if namespace is not None else 0
         )
 
-    def _state(self) -> common_pb2.ServiceState:
-        return common_pb2.ServiceState.Value(f"SERVICE_STATE_{self._books.state.name}")
+    def _state(self) -> str:
+        return f"SERVICE_STATE_{self._books.state.name}"
 
     def _end(self, number: SessionNumber, why: str) -> None:
         if number in self._books.sessions:
