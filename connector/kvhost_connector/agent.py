@@ -1,0 +1,195 @@
+"""The one thread of the scheduler half that talks to kvhostd.
+
+It takes what is on the board, in at most one call of each kind a round, and writes back what came of it. It
+may be stopped by a daemon that does not answer; nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvhost_client.errors import BreakerOpen, DeadlineExceeded, KVHostError, Unavailable
+from kvhost_client.types import Answer, Found, ItemKind, Query, Reserved, Updated
+from kvhost_connector.board import Board, Round, Session
+from kvhost_connector.holds import PinnedSlot
+from kvhost_connector.orders import Changes, Ticket, TicketState
+
+logger = logging.getLogger("vllm.kvhost")
+
+CALL_DEADLINE_S = 5.0
+"""For one call. Requests wait much shorter: from their deadline on the daemon counts as silent."""
+
+# The same complaint is logged once in so many seconds.
+_LOG_EVERY_S = 30.0
+
+
+class Agent:
+    """Works for one board."""
+
+    def __init__(
+        self, board: Board, declaration: Callable[[], tuple[Any, Mapping[int, bytes]] | None]
+    ) -> None:
+        """`declaration`: the namespace and each rank's token, as they are now."""
+        self._board = board
+        self._declaration = declaration
+        self._pid = os.getpid()
+        self._logged: dict[str, float] = {}
+        self._thread = threading.Thread(target=self._run, name="kvhost-agent", daemon=True)
+
+    def start(self) -> None:
+        """Call it in the process that schedules, where no fork follows."""
+        self._thread.start()
+
+    def close(self, timeout: float = 2.0) -> None:
+        """Sends what waits, within `timeout` seconds, and ends the thread."""
+        self._board.close()
+        if os.getpid() == self._pid and self._thread.is_alive():
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while (work := self._board.next_round()) is not None:
+            try:
+                self._work(work)
+            except Exception as error:
+                self._failed(work, error)
+
+    def _work(self, work: Round) -> None:
+        if work.probe:
+            self._call(work.session.ping)
+            return
+        if work.changes:
+            self._update(work)
+        if work.declare:
+            self._declare(work)
+        if work.rebase is not None:
+            self._leave_namespace(work, work.rebase)
+        if work.lookups:
+            self._look_up(work.session, work.lookups, pin=False)
+        if work.pins:
+            self._look_up(work.session, work.pins, pin=True)
+        if work.reserve:
+            result: Reserved = self._call(work.session.reserve, work.reserve)
+            self._board.granted(work, result.grants, pending=result.pending)
+        self._board.note_generation(work.session)
+
+    def _call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """One call. What it raises says whether the daemon is there."""
+        self._board.call_begins()
+        answered = False
+        try:
+            result = function(*arguments, deadline_s=CALL_DEADLINE_S, **named)
+            answered = True
+            return result
+        except KVHostError as error:
+            # A refusal is an answer. An absent daemon ends the session, which is another matter than silence.
+            answered = not isinstance(error, DeadlineExceeded | BreakerOpen)
+            raise
+        finally:
+            self._board.call_ends(answered=answered)
+
+    def _update(self, work: Round) -> None:
+        """Sends a step's changes. No change may be lost: a pin that is not released is held for ever."""
+        changes = work.changes
+
+        def late(result: Updated) -> None:
+            self._updated(changes, result)
+
+        try:
+            result: Updated = self._call(
+                work.session.update,
+                assigns=changes.assigns,
+                commits=changes.commits,
+                aborts=changes.aborts,
+                releases=changes.releases,
+                touches=changes.touches,
+                on_late=late,
+            )
+        except BreakerOpen:
+            self._board.unsent(work)
+            raise
+        except DeadlineExceeded:
+            # On its way: it takes effect when the daemon goes on.
+            raise
+        except BaseException:
+            # Nobody knows what became of them. The end of the session settles it: its grants and pins are
+            # gone, what may still be written is fenced (I7), and the link opens another one.
+            work.session.close()
+            raise
+        self._updated(changes, result)
+
+    def _updated(self, changes: Changes, result: Updated) -> None:
+        refused = {error.id for error in result.errors if error.kind == ItemKind.COMMIT}
+        # A commit that somebody else had published before is as good: the chunk is there.
+        self._board.stored([store.chunk.key for store in changes.commits if store.store_id not in refused])
+        if changes.commits or changes.aborts:
+            self._board.freed()
+        if result.errors:
+            self._board.counters.add("refused_updates", len(result.errors))
+            self._complain(
+                f"kvhostd refused {len(result.errors)} changes, the first: {result.errors[0].message}"
+            )
+
+    def _declare(self, work: Round) -> None:
+        declaration = self._declaration()
+        if declaration is None:
+            return
+        try:
+            self._call(work.session.declare, *declaration)
+        except BreakerOpen:
+            self._board.declare_again()
+            raise
+
+    def _leave_namespace(self, work: Round, weights_version: str) -> None:
+        try:
+            self._call(work.session.reset, weights_version)
+        except BaseException:
+            # The old namespace must not be used any more, in no case (I12).
+            work.session.close()
+            raise
+        self._board.rebased(work)
+
+    def _look_up(self, session: Session, tickets: list[Ticket], *, pin: bool) -> None:
+        asked = [ticket for ticket in tickets if ticket.state is TicketState.WAITING]
+        if not asked:
+            return
+        queries = [Query(number, ticket.chains) for number, ticket in enumerate(asked)]
+        answers: list[Answer] = self._call(session.lookup, queries, pin=pin)
+        self._board.answered(
+            [(ticket, *_read(ticket, answer)) for ticket, answer in zip(asked, answers, strict=True)], session
+        )
+
+    def _failed(self, work: Round, error: Exception) -> None:
+        """The answers of this round will not come: the engine computes instead."""
+        self._board.counters.add("failed_calls")
+        self._board.failed(work)
+        if isinstance(error, KVHostError):
+            self._complain(str(error), quiet=isinstance(error, Unavailable | DeadlineExceeded))
+        else:
+            logger.error("kvhost: talking to kvhostd failed", exc_info=error)
+
+    def _complain(self, what: str, *, quiet: bool = False) -> None:
+        """Logs a complaint, the same one at most every half minute (E1)."""
+        now = time.monotonic()
+        if now - self._logged.get(what, float("-inf")) > _LOG_EVERY_S:
+            if len(self._logged) > 100:
+                self._logged.clear()
+            self._logged[what] = now
+            logger.log(logging.INFO if quiet else logging.WARNING, "kvhost: %s", what)
+
+
+def _read(ticket: Ticket, answer: Answer) -> tuple[dict[bytes, int], dict[bytes, PinnedSlot]]:
+    """What was found and what is held, by key."""
+    found: dict[bytes, int] = {}
+    pins: dict[bytes, PinnedSlot] = {}
+    for chain, result in zip(ticket.chains, answer.chains, strict=True):
+        # With prefix semantics the answer ends at the first miss.
+        found.update(zip(chain.keys, result.found, strict=False))
+        if ticket.pin:
+            hits = [key for key, at in zip(chain.keys, result.found, strict=False) if at == Found.HIT]
+            pins.update(zip(hits, map(PinnedSlot, result.pin_ids, result.slots), strict=True))
+    return found, pins

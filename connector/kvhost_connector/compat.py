@@ -1,0 +1,270 @@
+"""Everything of vLLM that is not public: the private names kvhost touches, and where 0.32 and 0.33 differ.
+
+Nothing outside this module may name a private attribute of vLLM's native offloading half. What is named here
+is checked when a connector is built, and a vLLM that lacks any of it is refused in one line.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+SUPPORTED = ((0, 32), (0, 33))
+
+_OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
+
+# module -> class or function -> attributes of it
+_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": {
+        "OffloadingConnector": (
+            "get_num_new_matched_tokens",
+            "update_state_after_alloc",
+            "build_connector_meta",
+            "update_connector_output",
+            "get_transfer_results",
+            "handle_preemptions",
+            "request_finished_all_groups",
+            "reset_cache",
+        ),
+    },
+    f"{_OFFLOADING}.scheduler": {
+        "OffloadingConnectorScheduler": ("reset_cache",),
+        "RequestOffloadState": ("update_offload_keys", "__post_init__"),
+        "RequestGroupState": (),
+        "get_sliding_window_size_in_chunks": (),
+    },
+    f"{_OFFLOADING}.common": {"OffloadingConnectorMetadata": (), "OffloadingWorkerMetadata": ("aggregate",)},
+    f"{_OFFLOADING}.config": {"build_offloading_config": (), "get_offloading_group_ids": ()},
+    f"{_OFFLOADING}.metrics": {"OffloadingConnectorStats": ("increase_counter", "set_gauge")},
+    "vllm.v1.kv_offload.base": {
+        "OffloadingManager": ("lookup", "prepare_load", "prepare_store", "take_events"),
+        "OffloadingWorker": ("submit_store", "submit_load", "get_finished", "wait"),
+        "OffloadingSpec": ("get_manager", "get_worker"),
+        "ReqContext": ("get_offload_key_position",),
+        "GPULoadStoreSpec": (),
+        "CanonicalKVCaches": (),
+    },
+    "vllm.v1.core.kv_cache_utils": {"resolve_none_hash_seed": (), "make_block_hash_with_group_id": ()},
+    "vllm.utils.hashing": {"get_hash_fn_by_name": ()},
+}
+
+_SCHEDULER_NAMES = (
+    "_req_status",
+    "_jobs",
+    "_job_counter",
+    "_stale_job_threshold",
+    "_current_batch_load_jobs",
+    "_current_batch_jobs_to_flush",
+    "_current_batch_allocated_block_ids",
+    "_block_id_to_pending_jobs",
+    "_chunks_being_loaded",
+    "manager",
+    "config",
+)
+_WORKER_NAMES = ("_load_jobs", "_unsubmitted_store_jobs", "_is_store_writer", "worker")
+
+
+class IncompatibleVLLM(RuntimeError):
+    """This vLLM is not one that kvhost can extend; the message is one line."""
+
+
+def vllm_version() -> tuple[int, int]:
+    """Major and minor version of the installed vLLM."""
+    import vllm
+
+    major, minor = vllm.__version_tuple__[:2]
+    return int(major), int(minor)
+
+
+def page_format() -> str:
+    """Names how vLLM lays out a block's bytes. Engines of different minor versions share only where this
+    was proven equal."""
+    major, minor = vllm_version()
+    return f"vllm {major}.{minor}"
+
+
+def check() -> None:
+    """Raises `IncompatibleVLLM` unless everything that kvhost needs of vLLM is there."""
+    found = vllm_version()
+    if found not in SUPPORTED:
+        known = " and ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
+        raise IncompatibleVLLM(
+            f"kvhost's connector extends vLLM {known}, found {found[0]}.{found[1]}: install one of these, or "
+            f"a newer kvhost"
+        )
+    missing = [name for module, names in _NAMES.items() for name in _missing(module, names)]
+    if missing:
+        raise IncompatibleVLLM(
+            f"this vLLM {found[0]}.{found[1]} lacks what kvhost's connector extends ({', '.join(missing)}): "
+            f"install the released version"
+        )
+
+
+def _missing(module: str, names: dict[str, tuple[str, ...]]) -> Iterator[str]:
+    try:
+        loaded = importlib.import_module(module)
+    except ImportError:
+        yield module
+        return
+    for name, attributes in names.items():
+        holder = getattr(loaded, name, None)
+        if holder is None:
+            yield f"{module}.{name}"
+            continue
+        for attribute in attributes:
+            if not hasattr(holder, attribute):
+                yield f"{name}.{attribute}"
+
+
+def _check_instance(half: Any, names: Iterable[str]) -> None:
+    missing = [name for name in names if not hasattr(half, name)]
+    if missing:
+        raise IncompatibleVLLM(
+            f"{type(half).__name__} of this vLLM lacks {', '.join(missing)}, which kvhost's connector uses: "
+            f"install vLLM 0.32 or 0.33"
+        )
+
+
+class SchedulerHalf:
+    """The native scheduler half: what kvhost reads and mends in it."""
+
+    def __init__(self, half: Any) -> None:
+        _check_instance(half, _SCHEDULER_NAMES)
+        self._half = half
+
+    @property
+    def manager(self) -> Any:
+        return self._half.manager
+
+    @property
+    def groups(self) -> Any:
+        """One native GroupOffloadConfig for each offloaded KV cache group."""
+        return self._half.config.kv_group_configs
+
+    def status(self, req_id: str) -> Any:
+        """The native state of a request, None when it has none."""
+        return self._half._req_status.get(req_id)
+
+    def statuses(self) -> Iterator[tuple[str, Any]]:
+        return iter(list(self._half._req_status.items()))
+
+    def key_chains(self, req_id: str) -> list[list[bytes]]:
+        """Keys of every group, head first, brought up to date. The lists are native's own and grow."""
+        status = self.status(req_id)
+        if status is None:
+            return [[] for _ in self.groups]
+        status.update_offload_keys()
+        return [group.offload_keys for group in status.group_states]
+
+    def undelivered_loads(self) -> list[str]:
+        """Requests that were promised a load which no metadata has carried to the workers yet."""
+        return [job.req_id for job in self._half._current_batch_load_jobs.values()]
+
+    def rewind_stored(self, req_id: str, group: int, chunk: int) -> None:
+        """Lets native offer the chunks from `chunk` on again in the next step. Not for finished requests:
+        they have no next step."""
+        status = self.status(req_id)
+        if status is None or status.req.is_finished():
+            return
+        state = status.group_states[group]
+        state.next_stored_chunk_idx = min(state.next_stored_chunk_idx, chunk)
+
+    def shun(self, req_id: str) -> None:
+        """Has native store nothing of a request that it could not be asked about: its block table may be
+        wrong."""
+        status = self.status(req_id)
+        if status is not None:
+            status.max_offload_tokens = 0
+            for state in status.group_states:
+                state.block_ids.clear()
+
+    def abandon(self) -> None:
+        """Empties the native half after it raised: nothing of it is asked again, and reports of jobs that
+        still run are ignored as stale."""
+        half = self._half
+        half._stale_job_threshold = half._job_counter
+        half._jobs.clear()
+        half._req_status.clear()
+        half._current_batch_load_jobs.clear()
+        half._current_batch_jobs_to_flush.clear()
+        half._current_batch_allocated_block_ids.clear()
+        half._block_id_to_pending_jobs.clear()
+        if half._chunks_being_loaded is not None:
+            half._chunks_being_loaded.clear()
+
+
+class WorkerHalf:
+    """The native worker half."""
+
+    def __init__(self, half: Any) -> None:
+        _check_instance(half, _WORKER_NAMES)
+        self._half = half
+
+    @property
+    def worker(self) -> Any:
+        """Our OffloadingWorker; None before the KV caches are registered."""
+        return self._half.worker
+
+    def load_requests(self) -> dict[int, str]:
+        """job id -> request, of every load that is not reported yet. A copy."""
+        return dict(self._half._load_jobs)
+
+    def set_worker(self, worker: Any) -> None:
+        """Gives native a worker after it failed to make one."""
+        self._half.worker = worker
+
+
+def cached_block_hashes(block_pool: Any) -> frozenset[bytes]:
+    """Hashes (with group id) of all blocks in the device's prefix cache; empty where the pool has none."""
+    cache = getattr(getattr(block_pool, "cached_block_hash_to_block", None), "_cache", None)
+    return frozenset(cache) if cache else frozenset()
+
+
+def block_hash_with_group(block_hash: bytes, group: int) -> bytes:
+    """The form in which the device's prefix cache knows a block of a group."""
+    from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
+    combined: bytes = make_block_hash_with_group_id(block_hash, group)
+    return combined
+
+
+def hash_algorithm(vllm_config: Any) -> tuple[str, str, int]:
+    """Name of the block-hash algorithm, its resolved seed, and the length of its hashes in bytes.
+
+    NONE_HASH itself is not defined yet when connectors are built. For algorithms without a fixed seed the
+    seed is drawn anew on every call: call it once.
+    """
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+
+    name = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    function = get_hash_fn_by_name(name)
+    return name, str(resolve_none_hash_seed(function)), len(function("length"))
+
+
+def offloaded_groups(kv_cache_config: Any) -> tuple[int, ...]:
+    """Indices of the KV cache groups that native offloading handles."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
+
+    groups: tuple[int, ...] = tuple(get_offloading_group_ids(kv_cache_config))
+    return groups
+
+
+def is_full_attention(kv_cache_spec: Any, tokens_per_chunk: int) -> bool:
+    """Whether native looks a group up by prefix (and not by window or state)."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+        get_sliding_window_size_in_chunks,
+    )
+
+    return get_sliding_window_size_in_chunks(kv_cache_spec, tokens_per_chunk) is None
+
+
+def attention_layer(vllm_config: Any, layer_name: str) -> Any:
+    """The layer object of a worker's model, None when there is no such layer."""
+    context = getattr(vllm_config.compilation_config, "static_forward_context", None) or {}
+    return context.get(layer_name)
+
+
+def preempted_requests(scheduler_output: Any) -> frozenset[str]:
+    return frozenset(scheduler_output.preempted_req_ids or ())

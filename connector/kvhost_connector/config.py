@@ -1,0 +1,232 @@
+"""The connector's settings: the keys of `kv_connector_extra_config`, in one table, checked once.
+
+A key that is not in the table, or a value of the wrong kind, is an error of one line that names what was
+found and what is allowed: a misspelt key must not silently mean its default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+SPEC_NAME = "KVHostSpec"
+SPEC_MODULE = "kvhost_connector.spec"
+
+SOCKET_VARIABLE = "KVHOST_SOCKET"
+DEFAULT_SOCKET = "/run/kvhost/kvhostd.sock"
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of `kv_connector_extra_config`. `default` None means: see `meaning`."""
+
+    name: str
+    allowed: str
+    default: Any
+    meaning: str
+    parse: Callable[[Any], Any]
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _socket(value: Any) -> str:
+    if not isinstance(value, str) or not value.removeprefix("unix:"):
+        raise TypeError
+    return value
+
+
+def _flag(value: Any) -> bool:
+    # "false" is a true string: only JSON's own booleans are taken.
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _number(low: int, high: int) -> Callable[[Any], int]:
+    def parse(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise TypeError
+        return value
+
+    return parse
+
+
+KEYS: tuple[Key, ...] = (
+    Key(
+        "socket",
+        "a path",
+        None,
+        f"Socket of kvhostd. Default: the environment's {SOCKET_VARIABLE}, else {DEFAULT_SOCKET}.",
+        _socket,
+    ),
+    Key(
+        "namespace",
+        "a string",
+        "",
+        "Keeps engines apart that would share otherwise. Adds to what kvhost compares, never replaces it.",
+        _text,
+    ),
+    Key(
+        "weights_version",
+        "a string",
+        "",
+        "Names the weights; stands in for the modification times of the weight files, so that copies share.",
+        _text,
+    ),
+    Key(
+        "deadline_ms",
+        "a whole number from 1 to 10000",
+        100,
+        "How long a request waits for an answer of kvhostd before it is computed instead, in milliseconds.",
+        _number(1, 10_000),
+    ),
+    Key(
+        "attach_wait_ms",
+        "a whole number from 0 to 60000",
+        2000,
+        "How long the first requests of a new engine wait for its workers to map the cache, in milliseconds; "
+        "only while kvhostd answers.",
+        _number(0, 60_000),
+    ),
+    Key(
+        "copy_threads",
+        "a whole number from 1 to 32",
+        2,
+        "Threads of each worker that copy between the engine's blocks and the cache.",
+        _number(1, 32),
+    ),
+    Key(
+        "blocks_per_chunk",
+        "a whole number from 1 to 4096",
+        1,
+        "Blocks stored under one key. More than 1 only where every KV cache group is full attention.",
+        _number(1, 4096),
+    ),
+    Key(
+        "block_size",
+        "a whole number from 1 to 1048576",
+        None,
+        "The same in tokens: a multiple of the engine's block size. Give one of the two.",
+        _number(1, 1 << 20),
+    ),
+    Key(
+        "offload_prompt_only",
+        "true or false",
+        True,
+        "Store the blocks of prompts only; false stores generated tokens too (multi-turn chats).",
+        _flag,
+    ),
+    Key(
+        "self_describing_kv_events",
+        "true or false",
+        False,
+        "Put tokens and parents into the KV events of stored chunks (with vLLM's own events turned on).",
+        _flag,
+    ),
+)
+
+# Written by the connector itself, in the dictionary that vLLM's native half reads.
+_OWN = {"spec_name": SPEC_NAME, "spec_module_path": SPEC_MODULE}
+
+
+@dataclass(frozen=True)
+class ConnectorConfig:
+    """The settings of one engine. Times in milliseconds."""
+
+    socket: str
+    namespace: str = ""
+    weights_version: str = ""
+    deadline_ms: int = 100
+    attach_wait_ms: int = 2000
+    copy_threads: int = 2
+    blocks_per_chunk: int = 1
+    block_size: int | None = None
+    offload_prompt_only: bool = True
+    self_describing_kv_events: bool = False
+
+    @property
+    def deadline_s(self) -> float:
+        return self.deadline_ms / 1000
+
+    @property
+    def attach_wait_s(self) -> float:
+        return self.attach_wait_ms / 1000
+
+    @classmethod
+    def parse(
+        cls, extra_config: Mapping[str, Any], environment: Mapping[str, str] = os.environ
+    ) -> ConnectorConfig:
+        """Reads `kv_connector_extra_config`. Raises `ConfigError`."""
+        table = {key.name: key for key in KEYS}
+        values: dict[str, Any] = {"socket": environment.get(SOCKET_VARIABLE) or DEFAULT_SOCKET}
+        for name, value in extra_config.items():
+            if name in _OWN:
+                if value != _OWN[name]:
+                    raise ConfigError(
+                        f"{name} is set by kvhost to {_OWN[name]!r}, found {value!r}: leave it out"
+                    )
+            elif name == "canonical_layout":
+                if value:
+                    raise ConfigError(
+                        "canonical_layout is not supported by kvhost, found true: leave it out (engines of "
+                        "different tensor-parallel sizes do not share)"
+                    )
+            elif name == "sync_load_budget_bytes":
+                if value:
+                    raise ConfigError(
+                        f"sync_load_budget_bytes must be 0 with kvhost, found {value!r}: vLLM cannot recover "
+                        f"a synchronous load that fails"
+                    )
+            elif name in table:
+                try:
+                    values[name] = table[name].parse(value)
+                except TypeError:
+                    raise ConfigError(
+                        f"{name} in kv_connector_extra_config must be {table[name].allowed}, found {value!r}"
+                    ) from None
+            else:
+                raise ConfigError(_unknown(str(name), table))
+        if "blocks_per_chunk" in extra_config and "block_size" in extra_config:
+            raise ConfigError(
+                f"blocks_per_chunk and block_size say the same in other units, found both "
+                f"({extra_config['blocks_per_chunk']!r} and {extra_config['block_size']!r}): give one of them"
+            )
+        return cls(**values)
+
+
+def _unknown(name: str, table: Mapping[str, Key]) -> str:
+    near = difflib.get_close_matches(name, table, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return (
+        f"unknown key {name!r} in kv_connector_extra_config of kvhost: {hint}"
+        f"Known keys: {', '.join(sorted(table))}"
+    )
+
+
+def prepare(extra_config: dict[str, Any]) -> ConnectorConfig:
+    """Checks the settings and points vLLM's native half at kvhost's spec, in place.
+
+    Every entry point of the connector calls it first, the class methods too: vLLM's API server never runs
+    the constructor, and without the spec's name it would build the metrics of another one.
+    """
+    config = ConnectorConfig.parse(extra_config)
+    extra_config.update(_OWN)
+    # A failed synchronous load cannot be recovered (0.33): all loads are asynchronous.
+    extra_config["sync_load_budget_bytes"] = 0
+    return config
+
+
+# The table and the class say the same; a key added to one of them only is found at import.
+if {key.name for key in KEYS} != {field.name for field in fields(ConnectorConfig)}:
+    raise ConfigError("KEYS and ConnectorConfig name different settings")

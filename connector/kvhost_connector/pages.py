@@ -1,0 +1,170 @@
+"""Where the bytes of a block lie in the engine's KV cache, and how they go into a chunk's image and back.
+
+The image of one block is the pages of its group's layers, one after another in layer order, without the
+padding between them. A chunk's image is its blocks' images one after another. Distances come from the
+tensors alone: nothing is assumed about layouts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+NULL_BLOCK = 0
+"""vLLM's placeholder for blocks outside a window: never read, never written."""
+
+
+class UnusablePages(ValueError):
+    """This KV cache cannot be copied by the host worker; the message is one line."""
+
+
+class CacheMoved(RuntimeError):
+    """The KV cache is not where it was registered: vLLM released or replaced it (sleep mode)."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """One layer's page of every block. `address` is block 0's page; sizes and distances in bytes."""
+
+    address: int
+    bytes: int
+    block_stride: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """Pages at one constant distance, copied by one call a block.
+
+    `device` has shape (blocks, layers, bytes of a page), dtype uint8, and shares memory with the KV cache.
+    """
+
+    offset: int
+    device: Bytes
+
+    @property
+    def bytes(self) -> int:
+        return int(self.device.shape[1] * self.device.shape[2])
+
+
+def bytes_at(address: int, size: int) -> Bytes:
+    """The memory at an address as an array. The caller keeps the memory alive."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+
+
+def plan_runs(pages: Sequence[Page], blocks: int) -> tuple[Run, ...]:
+    """Groups pages that follow each other at a constant distance; order and image stay those of `pages`."""
+    runs: list[Run] = []
+    offset = 0
+    start = 0
+    while start < len(pages):
+        first = pages[start]
+        end = start + 1
+        step = pages[end].address - first.address if end < len(pages) else 0
+        while (
+            end < len(pages)
+            and pages[end].bytes == first.bytes
+            and pages[end].block_stride == first.block_stride
+            and pages[end].address - pages[end - 1].address == step
+            and step >= first.bytes
+        ):
+            end += 1
+        count = end - start
+        span = (blocks - 1) * first.block_stride + (count - 1) * step + first.bytes
+        device = np.lib.stride_tricks.as_strided(
+            bytes_at(first.address, span),
+            shape=(blocks, count, first.bytes),
+            strides=(first.block_stride, step if count > 1 else first.bytes, 1),
+        )
+        runs.append(Run(offset, device))
+        offset += count * first.bytes
+        start = end
+    return tuple(runs)
+
+
+@dataclass(frozen=True)
+class GroupPages:
+    """All layers of one KV cache group."""
+
+    runs: tuple[Run, ...]
+    block_bytes: int
+
+    def gather(self, block: int, image: Bytes) -> None:
+        """Copies one block into `block_bytes` bytes at the start of `image`. The GIL is free meanwhile."""
+        for run in self.runs:
+            shape = run.device.shape[1:]
+            np.copyto(image[run.offset : run.offset + run.bytes].reshape(shape), run.device[block])
+
+    def scatter(self, block: int, image: Bytes) -> None:
+        """The other way round."""
+        for run in self.runs:
+            shape = run.device.shape[1:]
+            np.copyto(run.device[block], image[run.offset : run.offset + run.bytes].reshape(shape))
+
+
+class PageTable:
+    """The KV cache of one worker as registered: every group's pages."""
+
+    def __init__(self, groups: Sequence[GroupPages], blocks: int, owners: Sequence[Any] = ()) -> None:
+        """`owners` are the tensors under the pages: kept alive, and watched for having moved."""
+        self.groups = tuple(groups)
+        self.blocks = blocks
+        self._owners = [(owner, _place(owner)) for owner in owners]
+
+    @classmethod
+    def of(cls, caches: Any) -> PageTable:
+        """Reads vLLM's CanonicalKVCaches. Raises `UnusablePages` for memory the CPU cannot reach."""
+        tensors = [entry.tensor for entry in caches.tensors]
+        if not tensors:
+            raise UnusablePages("the engine registered no KV cache")
+        devices = sorted({str(tensor.device.type) for tensor in tensors})
+        if devices != ["cpu"]:
+            raise UnusablePages(
+                f"kvhost's host worker copies KV caches in host memory, found device {', '.join(devices)}: "
+                f"run vLLM on its CPU platform"
+            )
+        blocks = {int(tensor.shape[0]) for tensor in tensors}
+        if len(blocks) != 1:
+            raise UnusablePages(
+                f"the layers of a KV cache must have equally many blocks, found {sorted(blocks)}"
+            )
+        count = blocks.pop()
+        groups = []
+        for refs in caches.group_data_refs:
+            pages = [_page(tensors[ref.tensor_idx], int(ref.page_size_bytes)) for ref in refs]
+            groups.append(GroupPages(plan_runs(pages, count), sum(page.bytes for page in pages)))
+        return cls(groups, count, tensors)
+
+    def shard_bytes(self, blocks_per_chunk: int) -> int:
+        """Bytes that this rank writes for one chunk: what the largest group needs."""
+        return blocks_per_chunk * max(group.block_bytes for group in self.groups)
+
+    def check_in_place(self) -> None:
+        """Raises `CacheMoved` when a tensor's memory was released or replaced since it was registered."""
+        if any(_place(owner) != place for owner, place in self._owners):
+            raise CacheMoved(
+                "the engine's KV cache moved since it was registered (sleep mode): nothing is copied"
+            )
+
+
+def _place(tensor: Any) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return int(storage.data_ptr()), int(storage.nbytes())
+
+
+def _page(tensor: Any, size: int) -> Page:
+    element = int(tensor.element_size())
+    stride = int(tensor.stride(0)) * element
+    contiguous = int(tensor[0].numel()) * element
+    if size > contiguous or not tensor[0].is_contiguous() or stride < size:
+        raise UnusablePages(
+            f"a page of {size} bytes must lie in one piece inside its block, found blocks of {contiguous} "
+            f"bytes at a distance of {stride}"
+        )
+    return Page(int(tensor.data_ptr()), size, stride)

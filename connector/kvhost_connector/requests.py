@@ -1,0 +1,131 @@
+"""One request on its way to a hit: asked, answered, pinned, loading. Keys here are vLLM's own.
+
+    IDLE --ask--> ASKED --answer--> KNOWN --native finds n > 0--> PINNING --held--> PINNED --allocated--> IDLE
+      ^                                |                             |                 |
+      +---- a new attempt -------------+------- deadline ------------+--- 16 asks -----+
+
+What is looked up in KNOWN is advice. What is looked up in PINNED is what is held, and nothing else (I3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from kvhost_client.types import ChainQuery, Chunk, Semantics
+from kvhost_connector.holds import Authority, PinnedSlot
+from kvhost_connector.namespace import Group
+from kvhost_connector.orders import Ticket
+from kvhost_connector.weights import adapter_key
+
+MAX_ASKS = 16
+"""Pins that were not allocated after so many asks go back: the engine has no blocks for this request."""
+
+
+class Phase(Enum):
+    IDLE = auto()
+    ASKED = auto()
+    KNOWN = auto()
+    PINNING = auto()
+    PINNED = auto()
+
+
+@dataclass
+class RequestView:
+    """What the manager knows of one request.
+
+    `chains` are the keys of each group, head first: native's own lists, which grow with the request.
+    """
+
+    req_id: str
+    groups: tuple[Group, ...]
+    chains: Sequence[list[bytes]]
+    adapter: bytes = b""
+    phase: Phase = Phase.IDLE
+    ticket: Ticket | None = None
+    answered_at: float = 0.0
+    # Until then everything is a miss: the daemon did not answer in time.
+    blind_until: float = 0.0
+    found: set[bytes] = field(default_factory=set)
+    # What lookup called a hit since native was entered last.
+    hits: dict[bytes, None] = field(default_factory=dict)
+    pins: dict[bytes, PinnedSlot] = field(default_factory=dict)
+    authority: Authority | None = None
+    # Locally computed tokens for which the pins were taken.
+    computed: int = 0
+    asks: int = 0
+    # Keys of a load that failed: misses from then on, else the request would load and fail for ever.
+    failed: set[bytes] = field(default_factory=set)
+    touched: bool = False
+    preemptions: int = 0
+    hold_until_step: int = 0
+
+    def wire(self, key: bytes) -> bytes:
+        """The key as the daemon knows it: an adapter's identity is inside."""
+        return adapter_key(key, self.adapter)
+
+    def place(self, key: bytes, end_token: int) -> tuple[int, int]:
+        """(position of the group, index of the chunk in it) of a key that ends at this token."""
+        group_id = int.from_bytes(key[-4:], "big")
+        for position, group in enumerate(self.groups):
+            if group.id == group_id:
+                return position, -(-end_token // group.tokens_per_chunk) - 1
+        raise KeyError(f"group {group_id} is not offloaded")
+
+    def chunk(self, key: bytes, end_token: int) -> Chunk:
+        """The chunk with its parent: the one before it, in groups that are looked up by prefix (I10)."""
+        position, index = self.place(key, end_token)
+        group = self.groups[position]
+        parent = b""
+        if group.prefix and 0 < index <= len(self.chains[position]):
+            parent = self.wire(self.chains[position][index - 1])
+        return Chunk(group.id, self.wire(key), parent)
+
+    def all_chains(self) -> list[ChainQuery]:
+        """Questions for all keys of the request."""
+        return [self.query(group, keys) for group, keys in zip(self.groups, self.chains, strict=True) if keys]
+
+    def query(self, group: Group, keys: Sequence[bytes]) -> ChainQuery:
+        semantics = Semantics.PREFIX if group.prefix else Semantics.SET
+        wired = list(keys) if not self.adapter else [self.wire(key) for key in keys]
+        return ChainQuery(group.id, semantics, wired)
+
+    def grouped(self, keys: Sequence[bytes]) -> list[ChainQuery]:
+        """Questions for some keys, in the order given within each group."""
+        by_group: dict[int, list[bytes]] = {}
+        for key in keys:
+            by_group.setdefault(int.from_bytes(key[-4:], "big"), []).append(key)
+        return [self.query(group, by_group[group.id]) for group in self.groups if group.id in by_group]
+
+
+class StoredKeys:
+    """Wire keys that are believed to be stored. Bounded: the oldest belief goes first.
+
+    A belief saves a store, or makes a request ask for a pin; the pin proves it (I3).
+    """
+
+    def __init__(self, limit: int = 1 << 18) -> None:
+        self._limit = limit
+        self._keys: dict[bytes, None] = {}
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def add(self, key: bytes) -> None:
+        self._keys.pop(key, None)
+        self._keys[key] = None
+        if len(self._keys) > self._limit:
+            del self._keys[next(iter(self._keys))]
+
+    def discard(self, key: bytes) -> None:
+        self._keys.pop(key, None)
+
+    def clear(self) -> list[bytes]:
+        """Forgets everything; returns what was believed."""
+        keys = list(self._keys)
+        self._keys.clear()
+        return keys

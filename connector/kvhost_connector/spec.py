@@ -1,0 +1,62 @@
+"""kvhost's OffloadingSpec: what vLLM's native half asks for a manager and a worker.
+
+The connector fills in what the spec's own configuration does not hold (contract 2); neither method opens
+anything before it is called, and both always return an object (contract 19).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec, OffloadingWorker
+
+from kvhost_connector.config import ConnectorConfig
+from kvhost_connector.faults import fault_plane
+from kvhost_connector.manager import HostManager
+from kvhost_connector.pages import PageTable, UnusablePages
+from kvhost_connector.stats import metric_definitions
+from kvhost_connector.worker import HostWorker, MappingSource
+
+logger = logging.getLogger("vllm.kvhost")
+
+
+class KVHostSpec(OffloadingSpec):
+    """One engine's offloading to kvhostd. `source` is set by the connector before caches are registered."""
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return metric_definitions()
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        # The base leaves it False: with identical bytes on all ranks (MLA) one copy is stored (contract 6).
+        self.replicated_layout = bool(config.replicated_layout)
+        self.source: MappingSource | None = None
+
+    @property
+    def shard_rank(self) -> int:
+        """The rank whose shard this worker reads and writes."""
+        return int(self.config.parallel.rank)
+
+    def get_manager(self) -> OffloadingManager:
+        manager = HostManager(events=self.kv_events_config.enable_kv_cache_events)
+        # The only way from native's scheduler half back to its spec.
+        manager.spec = self
+        return manager
+
+    def get_worker(self, kv_caches: Any) -> OffloadingWorker:
+        settings = ConnectorConfig.parse(self.extra_config)
+        try:
+            pages = PageTable.of(kv_caches)
+        except UnusablePages as error:
+            logger.error("kvhost: this worker runs without the cache: %s", error)
+            return HostWorker(None, None, rank=self.shard_rank, problem=str(error))
+        return HostWorker(
+            pages,
+            self.source,
+            rank=self.shard_rank,
+            blocks_per_chunk=self.blocks_per_chunk,
+            threads=settings.copy_threads,
+            plane=fault_plane(),
+        )
