@@ -3,7 +3,7 @@
 # A Python 3.11 to make the environment with; everything else runs inside .venv.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv/bin
-SOURCES := proto server client connector scripts tests
+SOURCES := proto server client connector demo scripts tests
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint format proto drills test-tpu bench bench-peers docs
@@ -12,10 +12,12 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
 setup: ## environment in .venv; instant when nothing changed
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "setup: Python 3.11 or newer is needed; found: $(PYTHON)" >&2; exit 2; }
 	@$(PYTHON) scripts/setup_env.py
 
 demo: setup ## two engine processes, one cache: the second takes the prompt from kvhost
-	@$(VENV)/python -m scripts.demo
+	@$(VENV)/python -m demo
 
 test: setup ## every test, those with real engines included
 	@$(VENV)/python -m pytest $(PYTEST_ARGS)
@@ -23,7 +25,7 @@ test: setup ## every test, those with real engines included
 lint: setup ## ruff, formatting, mypy --strict
 	@$(VENV)/ruff check $(SOURCES)
 	@$(VENV)/ruff format --check $(SOURCES)
-	@$(VENV)/mypy server client connector
+	@$(VENV)/mypy server client connector scripts demo
 
 format: setup ## let ruff mend what it can
 	@$(VENV)/ruff check --fix $(SOURCES)

@@ -63,9 +63,6 @@ class Stage:
 
 
 def main() -> int:
-    if sys.version_info < (3, 11):
-        print(f"setup: Python 3.11 or newer is needed, this is {sys.version.split()[0]}", file=sys.stderr)
-        return 2
     try:
         with one_at_a_time():
             bring_up(stages())
@@ -135,8 +132,8 @@ def install_torch(requirement: str) -> None:
     found = output_of("import torch; print(torch.__version__, torch.version.cuda or '')").split()
     if len(found) > 1:
         say(
-            f"note: got torch {found[0]} with CUDA {found[1]}, wanted the CPU build; it works but takes gigabytes. "
-            "CONTRIBUTING.md says how to point pip to the CPU build"
+            f"note: got torch {found[0]} with CUDA {found[1]} and not the CPU build: gigabytes that are not "
+            "needed. CONTRIBUTING.md says how to point pip to the CPU build"
         )
 
 

@@ -139,7 +139,7 @@ class Engine:
         """Starts the process and returns at once; `wait_ready` waits. For two engines at a time."""
         commands, self._commands = os.pipe()
         self._events, events = os.pipe()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115: closed in `close`
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `close`
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.e2e.engine_child", str(commands), str(events)],
             cwd=ROOT,
@@ -223,13 +223,17 @@ class Engine:
     # Requests.
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int = 16, deadline_s: float = 120.0, **sampling: Any
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 16,
+        deadline_s: float = 120.0,
+        **sampling: Any,
     ) -> list[Answer]:
         """Submits all prompts at once and waits for every answer."""
         return self.wait([self.submit(prompt, max_tokens, **sampling) for prompt in prompts], deadline_s)
 
     def submit(self, prompt: Sequence[int], max_tokens: int = 16, **sampling: Any) -> str:
-        """Hands a request over and returns its name. Greedy, and past the end token, unless said otherwise."""
+        """Hands a request over and returns its name. Greedy, and past the end token, unless told."""
         name = f"request-{self._number()}"
         order = {"op": "submit", "id": name, "prompt": list(prompt), "max_tokens": max_tokens}
         self._send({**order, "sampling": sampling})
@@ -266,7 +270,7 @@ class Engine:
         return State(**{**answer, "steps_s": tuple(answer["steps_s"])})
 
     def call(self, function: str, *arguments: Any, deadline_s: float = 30.0) -> Any:
-        """Runs `module:function(engine, arguments)` in a stepped engine and returns what it returns (JSON)."""
+        """Runs `module:function(engine, arguments)` in a stepped engine; its result must be JSON."""
         return self._ask(deadline_s, op="call", function=function, arguments=list(arguments))
 
     # The channel.
@@ -318,7 +322,9 @@ class Engine:
         with self._news:
             while not condition():
                 if self._ended:
-                    raise EngineDied(f"the engine ended while it should {what}; its log ends:\n{self._tail()}")
+                    raise EngineDied(
+                        f"the engine ended while it should {what}; its log ends:\n{self._tail()}"
+                    )
                 left = until - time.monotonic()
                 if left <= 0:
                     self._ask_for_stacks()

@@ -36,7 +36,10 @@ class Channel:
         self.events.flush()
 
     def arrived(self, wait_s: float | None) -> Iterator[dict[str, Any]]:
-        """Commands that are there; waits for one when `wait_s` is None. Ends the process when the parent is gone."""
+        """Commands that are there; waits for one when `wait_s` is None.
+
+        Ends the process when the parent is gone.
+        """
         while select.select([self.commands], [], [], wait_s)[0]:
             data = os.read(self.commands, 1 << 20)
             if not data:

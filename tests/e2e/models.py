@@ -32,7 +32,9 @@ class Recipe:
 
 def checkpoint(recipe: Recipe) -> Path:
     """The folder of the checkpoint: config and safetensors, no tokenizer (prompts are token ids)."""
-    return made_once(f"tiny-llama-{recipe.layers}-{recipe.dtype}", asdict(recipe), lambda to: _make(recipe, to))
+    return made_once(
+        f"tiny-llama-{recipe.layers}-{recipe.dtype}", asdict(recipe), lambda to: _make(recipe, to)
+    )
 
 
 def _make(recipe: Recipe, folder: Path) -> None:
