@@ -10,6 +10,7 @@ from kvhost_server.config import LogFormat, LogLevel
 _TEXT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(message)s"
 _BURST = 20
 _WINDOW_S = 10.0
+_MOST_TEMPLATES = 1000
 
 
 class _JsonFormatter(logging.Formatter):
@@ -43,6 +44,8 @@ class RateLimit(logging.Filter):
             if hidden:
                 record.msg = f"{record.msg} ({hidden} like it were not shown)"
             began, count = record.created, 0
+        if len(self._seen) > _MOST_TEMPLATES:
+            self._seen.clear()
         self._seen[key] = (began, count + 1)
         return count < self._burst
 

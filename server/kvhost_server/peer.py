@@ -105,6 +105,7 @@ class Connection:
         self._outgoing: deque[tuple[bytes, Sequence[int]]] = deque()
         self._held = False
         self._given = False
+        self._abandoned = False
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(sock, self._readable)
 
@@ -113,7 +114,7 @@ class Connection:
 
         A peer that leaves too much unread is given up, from the loop and not from within this call.
         """
-        if self.phase is not Phase.WORKER and self.phase is not Phase.GREETING:
+        if self._abandoned or self.phase not in (Phase.WORKER, Phase.GREETING):
             return
         self._given |= bool(fds)
         self._outgoing.append((packets.encode(message), fds))
@@ -121,6 +122,7 @@ class Connection:
             self._desk.anomaly("handover_slow_worker")
             log.warning("worker %s leaves %d packets unread: given up", self.peer, len(self._outgoing))
             self._outgoing.clear()
+            self._abandoned = True  # nothing may follow what was left out
             self._loop.call_soon(self._give_up)
         elif len(self._outgoing) == 1 and not self._held:
             self._flush()

@@ -10,7 +10,7 @@ _POLL_S = 0.005
 _Value = TypeVar("_Value")
 
 
-def wait_for(condition: Callable[[], _Value], deadline_s: float = 5.0, what: str = "") -> _Value:
+def wait_for(condition: Callable[[], _Value | None], deadline_s: float = 5.0, what: str = "") -> _Value:
     """Calls `condition` until it returns something true, and returns that.
 
     Args:
@@ -29,7 +29,9 @@ def wait_for(condition: Callable[[], _Value], deadline_s: float = 5.0, what: str
         time.sleep(_POLL_S)
 
 
-async def wait_for_async(condition: Callable[[], _Value], deadline_s: float = 5.0, what: str = "") -> _Value:
+async def wait_for_async(
+    condition: Callable[[], _Value | None], deadline_s: float = 5.0, what: str = ""
+) -> _Value:
     """As `wait_for`, while the event loop goes on."""
     until = time.monotonic() + deadline_s
     while True:
