@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import select
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvhost_client import fork, version
-from kvhost_client.errors import HandoverFailed, NotKVHost
+from kvhost_client.errors import HandoverFailed, KVHostError, NotKVHost
 from kvhost_client.handover import HandoverSocket, Packet, refused
 from kvhost_client.mapping import Geometry, Segment, WorkerMapping
 from kvhost_client.prefault import Prefaulter
@@ -21,6 +22,9 @@ from kvhost_client.wake import Wake
 from kvhost_proto.v1 import handover_pb2
 
 logger = logging.getLogger(__name__)
+
+# How long to wait, after BYE, for the daemon to hang up.
+_HEAR_OUT_S = 0.5
 
 
 class TokenSpent(Exception):
@@ -53,13 +57,16 @@ class Order:
     answer: handover_pb2.ToDaemon
 
 
-def unmap(segments: Sequence[Segment]) -> None:
-    """Unmaps; what cannot be unmapped is logged and stays."""
+def unmap(segments: Sequence[Segment]) -> bool:
+    """Unmaps; what cannot be unmapped is logged and stays. True when nothing stays."""
+    complete = True
     for segment in segments:
         try:
             segment.region.unmap()
         except OSError as error:
+            complete = False
             logger.error("segment %d stays mapped: %s", segment.segment_id, error)
+    return complete
 
 
 class Attachment:
@@ -89,13 +96,20 @@ class Attachment:
         self.mapping: WorkerMapping | None = None
 
     @property
+    def served(self) -> bool:
+        """It got as far as mapped segments."""
+        return self._published
+
+    @property
     def boot_id(self) -> int | None:
         """The daemon's boot id; None before it has welcomed us."""
         return None if self.mapping is None else self.mapping.boot_id
 
-    def run(self, hello: handover_pb2.Hello, closing: Callable[[], bool]) -> None:
-        """Serves the connection until its end. With `closing` (ask again after a ring of the bell): waits for
-        running copies, unmaps, says BYE.
+    def run(self, hello: handover_pb2.Hello, tend: Callable[[], bool]) -> None:
+        """Serves the connection until its end.
+
+        `tend` is called after every ring of the bell: it does what else is due on this thread, and answers
+        True when the link is being closed: then running copies are awaited, all is unmapped and BYE is said.
 
         Returns at end-of-file and after BYE. Raises `TokenSpent`, or a `KVHostError` for a refusal, a foreign
         daemon or segments that cannot be mapped. Call `remains` afterwards in every case.
@@ -105,16 +119,26 @@ class Attachment:
         poll.register(self._wake, select.POLLIN)
         self._handover.hello(hello)
         while True:
-            if closing() and not self._leaving:
+            if tend() and not self._leaving:
                 self._leave()
             self._settle()
             if self._said_bye:
+                self._hear_out()
                 return
             ready = [number for number, _ in poll.poll()]
             if self._wake.fileno() in ready:
                 self._wake.heard()
             if self._handover.fileno() in ready and not self._read():
                 return
+
+    def _hear_out(self) -> None:
+        """Reads until the daemon hangs up as well: closing on unread packets would take the BYE back."""
+        until = time.monotonic() + _HEAR_OUT_S
+        try:
+            while self._handover.receive(until - time.monotonic()) is not None:
+                continue
+        except KVHostError as error:
+            logger.debug("kvhostd did not hang up after BYE: %s", error)
 
     def remains(self) -> Remains | None:
         """What is still mapped. The mapping is dead from here on."""
@@ -212,8 +236,11 @@ class Attachment:
             bye = order.answer.HasField("bye")
             if bye and self.mapping is not None:
                 self.mapping.forget()
-            unmap(order.unmap)
             self._orders.popleft()
+            if not unmap(order.unmap):
+                raise HandoverFailed(
+                    "a segment could not be unmapped: its end is proven by the process's end"
+                )
             self._said_bye = bye
             self._handover.send(order.answer)
 

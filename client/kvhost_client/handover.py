@@ -132,14 +132,20 @@ class HandoverSocket:
                 if pidfd is not None:
                     os.close(pidfd)
 
-    def receive(self, deadline_s: float) -> Packet | None:
-        """Waits for the next packet; None when the daemon hung up. Raises `DeadlineExceeded`."""
+    def receive(self, deadline_s: float) -> handover_pb2.ToClient | None:
+        """Waits for the next message; None when the daemon hung up. Descriptors that come are not kept.
+
+        Raises `DeadlineExceeded`, and what `receive_now` raises.
+        """
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         if not poll.poll(max(0, int(deadline_s * 1000))):
             raise DeadlineExceeded(f"kvhostd at {self.path} did not answer within {deadline_s:.3g} s")
         with fork.guard:
-            return self.receive_now()
+            packet = self.receive_now()
+            if packet is not None:
+                packet.close()
+        return None if packet is None else packet.message
 
     def receive_now(self) -> Packet | None:
         """The packet that is there; None when the daemon hung up. Raises `BlockingIOError` when none is.
@@ -192,10 +198,9 @@ def fetch_ticket(path: str, instance_id: bytes, deadline_s: float) -> Ticket:
     until = time.monotonic() + deadline_s
     with HandoverSocket(path, deadline_s) as handover:
         handover.hello(handover_pb2.Hello(instance_id=instance_id, role=handover_pb2.ROLE_SCHEDULER))
-        packet = handover.receive(until - time.monotonic())
-    if packet is None:
+        message = handover.receive(until - time.monotonic())
+    if message is None:
         raise Unavailable(f"kvhostd at {path} hung up without an answer: it is going down, or no kvhostd")
-    message = packet.message
     if message.HasField("refused"):
         raise refused(path, message.refused)
     if not message.HasField("ticket"):

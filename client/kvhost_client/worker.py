@@ -172,10 +172,10 @@ class WorkerLink:
         try:
             with HandoverSocket(self._path, _CONNECT_S) as handover:
                 attachment = Attachment(handover, wake, self._prefaulter, self._spent_boot, self._publish)
-                attachment.run(self._hello(), lambda: self._closing)
+                attachment.run(self._hello(), self._tend)
             if not self._closing:
                 self._note(f"kvhostd at {self._path} hung up")
-            return FIRST_PAUSE_S
+            return FIRST_PAUSE_S if attachment.served else min(max(2 * pause, FIRST_PAUSE_S), LAST_PAUSE_S)
         except TokenSpent:
             self._renew_token()
             return 0.0
@@ -209,7 +209,7 @@ class WorkerLink:
         poll = select.poll()
         poll.register(wake, select.POLLIN)
         while True:
-            self._remains = [remains for remains in self._remains if not remains.settle()]
+            self._tend()
             if self._closing and (until is not None or not self._remains):
                 return
             left = None if until is None else until - time.monotonic()
@@ -217,6 +217,11 @@ class WorkerLink:
                 return
             if poll.poll(None if left is None else int(left * 1000) + 1):
                 wake.heard()
+
+    def _tend(self) -> bool:
+        """Unmaps what has become quiet of earlier daemons. True when the link is being closed."""
+        self._remains = [remains for remains in self._remains if not remains.settle()]
+        return self._closing
 
     def _hello(self) -> handover_pb2.Hello:
         return handover_pb2.Hello(
