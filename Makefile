@@ -33,3 +33,4 @@ format: setup ## let ruff mend what it can
 
 proto: setup ## generated modules from the .proto files
 	@$(VENV)/python -m scripts.gen_proto
+	@$(VENV)/python -m tests.proto.field_numbers
