@@ -9,7 +9,8 @@ import ctypes
 import json
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 
 from kvhost_client.session import Session
@@ -48,6 +49,17 @@ def keys(name: str, count: int, group: int = 0) -> list[bytes]:
 
 def prefix(names: Sequence[bytes], tag: int = 0) -> Query:
     return Query(tag, [ChainQuery(0, Semantics.PREFIX, names)])
+
+
+@contextmanager
+def running_copy(mapping: WorkerMapping, session: int, stores: Sequence[int] = ()) -> Iterator[None]:
+    """A copy that the mapping allows, until the end of the block."""
+    copy = mapping.begin(session, stores)
+    assert copy, "the mapping refused the copy"
+    try:
+        yield
+    finally:
+        mapping.end(copy)
 
 
 class Engine:
@@ -116,22 +128,16 @@ class Engine:
         for rank, worker in enumerate(self.workers):
             mapping = worker.mapping
             assert mapping is not None
-            copy = mapping.begin(self.session.number, stores)
-            assert copy
-            address, nbytes = mapping.shard(slot, rank)
-            ctypes.memmove(address, pat(name, rank, nbytes), nbytes)
-            mapping.end(copy)
+            with running_copy(mapping, self.session.number, stores):
+                address, nbytes = mapping.shard(slot, rank)
+                ctypes.memmove(address, pat(name, rank, nbytes), nbytes)
 
     def read(self, slot: int, rank: int = 0) -> bytes:
         """What the rank's shard holds."""
         mapping = self.workers[rank].mapping
         assert mapping is not None
-        copy = mapping.begin(self.session.number)
-        assert copy
-        address, nbytes = mapping.shard(slot, rank)
-        data = ctypes.string_at(address, nbytes)
-        mapping.end(copy)
-        return data
+        with running_copy(mapping, self.session.number):
+            return ctypes.string_at(*mapping.shard(slot, rank))
 
     def store(self, names: Sequence[bytes]) -> None:
         """Stores one chain of chunks in group 0, each with its pattern."""
