@@ -1,5 +1,6 @@
 """The Admin service: what people ask, in hex and small numbers."""
 
+import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -23,6 +24,7 @@ from kvhost_server.wire import answers, layout_message
 logger = logging.getLogger(__name__)
 
 _MAX_KEYS = 16384
+_KEYS_PER_SLICE = 1024
 _MICROSECONDS = 1_000_000
 
 
@@ -106,8 +108,12 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         if request.all == bool(request.keys):
             raise Refused(Code.INVALID_ARGUMENT, "name keys, or ask for all; one of the two")
         namespace = namespace_named(self._books, request.namespace)
-        keys = None if request.all else _keys(namespace, request.keys)
-        evicted, held, absent = evict(self._books, namespace, keys)
+        keys = list(namespace.table.index) if request.all else _keys(namespace, request.keys)
+        evicted = held = absent = 0
+        for start in range(0, len(keys), _KEYS_PER_SLICE):
+            part = evict(self._books, namespace, keys[start : start + _KEYS_PER_SLICE])
+            evicted, held, absent = evicted + part[0], held + part[1], absent + part[2]
+            await asyncio.sleep(0)  # engines may have their turn
         logger.info("%d chunks of namespace %d evicted by hand, %d held", evicted, namespace.number, held)
         return admin_pb2.EvictReply(evicted=evicted, held=held, absent=absent)
 

@@ -52,11 +52,11 @@ def reset_namespace(books: Books, namespace: Namespace) -> int:
     return len(old)
 
 
-def evict(books: Books, namespace: Namespace, keys: Sequence[ChunkKey] | None) -> tuple[int, int, int]:
-    """Drops these chunks, or all, that nobody holds. Returns (evicted, held, absent)."""
+def evict(books: Books, namespace: Namespace, keys: Sequence[ChunkKey]) -> tuple[int, int, int]:
+    """Drops those of these chunks that nobody holds. Returns (evicted, held, absent)."""
     table = namespace.table
     evicted = held = absent = 0
-    for key in list(table.index) if keys is None else keys:
+    for key in keys:
         slot = table.index.get(key)
         if slot is None:
             absent += 1

@@ -281,7 +281,7 @@ class ManagerModel(RuleBasedStateMachine):
     def evict_by_hand(self, number: int, everything: bool, name: ChunkKey) -> None:
         namespace = self.world.books.namespaces.get(NamespaceNumber(number))
         if namespace is not None:
-            evict(self.world.books, namespace, None if everything else [name])
+            evict(self.world.books, namespace, list(namespace.table.index) if everything else [name])
 
     @precondition(lambda self: len(self.world.books.namespaces) < 12)
     @rule(number=st.integers(1, 4))
