@@ -239,6 +239,7 @@ class Daemon:
     async def _populate(self) -> None:
         began = time.monotonic()
         await self._pool.populate(self._manager.segment_ready)
+        self._manager.pool_ends_at(self._pool.segments)
         log.info(
             "serving: %s populated in %.1f s%s",
             format_size(self._pool.capacity_bytes),

@@ -75,6 +75,10 @@ class Manager:
         """A segment is populated: it may be lent (I9)."""
         self.attachment.segment_free(pool_index)
 
+    def pool_ends_at(self, segments: int) -> None:
+        """The pool turned out smaller than planned: there are this many segments, each ready (I9)."""
+        del self.books.lending.states[segments:]
+
     def segment_clean(self, pool_index: int) -> None:
         """A segment that came back was zeroed: it may be lent again."""
         self.attachment.segment_free(pool_index)
