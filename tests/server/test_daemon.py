@@ -1,5 +1,6 @@
 """A whole daemon: open at once, serving when populated, gone without a trace."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -54,9 +55,25 @@ def ping(daemon: Daemon) -> cache_pb2.PingReply:
         return reply
 
 
-def shmem_kib() -> int:
-    text = Path("/proc/meminfo").read_text()
-    return int(next(line for line in text.splitlines() if line.startswith("Shmem:")).split()[1])
+def segments_of(pid: int) -> set[int]:
+    """Inodes of the segments that a process has open."""
+    found = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            if "memfd:kvhost-" in os.readlink(fd):
+                found.add(fd.stat().st_ino)
+    return found
+
+
+def held_anywhere() -> set[int]:
+    """Inodes of the segments that any process has open or mapped."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            found |= segments_of(int(process.name))
+            maps = (process / "maps").read_text().splitlines()
+            found |= {int(line.split()[4]) for line in maps if "memfd:kvhost-" in line}
+    return found
 
 
 class TestStart:
@@ -180,13 +197,13 @@ class TestEnd:
 
     def test_nothing_is_left_after_sigkill(self) -> None:
         """Segments have no name: their memory goes with the last process that holds them (C5)."""
-        before, shared = shmem_kib(), set(os.listdir("/dev/shm"))
-        for _ in range(3):
-            with Daemon("64MiB") as daemon:
-                assert shmem_kib() >= before + 60 * 1024
-                daemon.kill()
-        wait_for(lambda: shmem_kib() <= before + 2 * 1024, 10, "shared memory to be back")
-        assert set(os.listdir("/dev/shm")) == shared
+        with Daemon("16MiB", ["--segment-size", "2MiB"]) as daemon, Engine(daemon.socket) as engine:
+            inodes = segments_of(daemon.pid)
+            assert len(inodes) == 8
+            daemon.kill()
+            wait_for(lambda: engine.ends)
+        wait_for(lambda: not inodes & held_anywhere(), what="nobody to hold a segment")
+        assert not [name for name in os.listdir("/dev/shm") if "kvhost" in name]
 
 
 class TestService:
