@@ -203,14 +203,16 @@ class LookupQuery(_message.Message):
     def __init__(self, tag: _Optional[int] = ..., chains: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("session_id", "queries", "pin")
+    __slots__ = ("session_id", "queries", "pin", "namespace")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     QUERIES_FIELD_NUMBER: _ClassVar[int]
     PIN_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     queries: _containers.RepeatedCompositeFieldContainer[LookupQuery]
     pin: bool
-    def __init__(self, session_id: _Optional[bytes] = ..., queries: _Optional[_Iterable[_Union[LookupQuery, _Mapping]]] = ..., pin: bool = ...) -> None: ...
+    namespace: str
+    def __init__(self, session_id: _Optional[bytes] = ..., queries: _Optional[_Iterable[_Union[LookupQuery, _Mapping]]] = ..., pin: bool = ..., namespace: _Optional[str] = ...) -> None: ...
 
 class LookupReply(_message.Message):
     __slots__ = ("stamp", "answers")
