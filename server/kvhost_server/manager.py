@@ -57,6 +57,7 @@ class Manager:
         self._by_secret: dict[bytes, Session] = {}
         self._by_digest: dict[bytes, Namespace] = {}
         self._last_session = 0
+        self._last_namespace = 0
 
     @property
     def state(self) -> ServiceState:
@@ -264,13 +265,24 @@ class Manager:
     # Inside.
 
     def _new_namespace(self, digest: bytes, spec: NamespaceSpec) -> Namespace:
-        number = NamespaceNumber(len(self.books.namespaces) + 1)
+        self._forget_empty_namespaces()
+        self._last_namespace += 1
+        number = NamespaceNumber(self._last_namespace)
         per_segment = self.books.lending.segment_bytes // spec.layout.slot_bytes
         namespace = Namespace(number, digest, spec, per_segment, self._policy)
         self.books.namespaces[number] = namespace
         self._by_digest[digest] = namespace
         self.books.writing[number] = Counter()
         return namespace
+
+    def _forget_empty_namespaces(self) -> None:
+        """An engine that resets often would leave one behind each time."""
+        for namespace in list(self.books.namespaces.values()):
+            used = namespace.sessions or namespace.segments or namespace.expecting
+            if not (used or namespace.floor or namespace.cap):
+                del self.books.namespaces[namespace.number]
+                del self.books.writing[namespace.number]
+                del self._by_digest[namespace.digest]
 
     def _enter(self, session: Session, namespace: Namespace) -> None:
         """Moves a session. Its old grants are void; loads that run keep the chunks they read."""

@@ -82,8 +82,12 @@ class LeastRecentlyUsed:
             if table.unreachable(slot) and not table.has_children(slot):
                 return slot
             self.offer(slot)
-        leaf = self._oldest(self._leaves, _LEAF)
-        return leaf if leaf is not None else self._oldest(self._inner, _INNER)
+        for heap, mark in ((self._leaves, _LEAF), (self._inner, _INNER), (self._leaves, _LEAF)):
+            # The last round: inner entries that turned out to be leaves were put back there.
+            found = self._oldest(heap, mark)
+            if found is not None:
+                return found
+        return None
 
     def _push(self, heap: list[int], mark: int, slot: SlotIndex) -> None:
         if slot >= len(self._queued):

@@ -551,6 +551,16 @@ def test_after_a_reset_the_engine_sees_nothing_old_and_others_keep_theirs(world:
     world.check()
 
 
+def test_namespaces_that_are_empty_and_unused_are_forgotten(world: World) -> None:
+    engine = world.engine()
+    for _ in range(20):
+        world.manager.reset_session(engine.session, "")
+        world.settle()
+        assert engine.store(chain("a", 2)) == 2
+    assert len(world.books.namespaces) <= 6
+    world.check()
+
+
 def test_two_resets_in_a_row_and_a_shared_weights_version(world: World) -> None:
     first, second = world.engine(), world.engine()
     world.manager.reset_session(first.session, "")

@@ -166,6 +166,7 @@ class ManagerModel(RuleBasedStateMachine):
         if life is not None:
             self.world.manager.reading.touch(life.engine.session, 0, b"".join(CHAINS[name]))
 
+    @precondition(lambda self: len(self.world.books.namespaces) < 8)
     @rule(who=ENGINES, version=st.sampled_from(["", "v2"]))
     def reset_session(self, who: int, version: str) -> None:
         life = self._open(who)
@@ -391,7 +392,7 @@ class ManagerModel(RuleBasedStateMachine):
             life.loose = {place: owed for place, owed in life.loose.items() if owed}
 
 
-STEPS = int(os.environ.get("KVHOST_MODEL_STEPS", "12000"))
+STEPS = int(os.environ.get("KVHOST_MODEL_STEPS", "6000"))
 PER_RUN = 120
 ManagerModel.TestCase.settings = settings(
     max_examples=max(1, STEPS // PER_RUN),
