@@ -6,7 +6,7 @@ VENV := .venv/bin
 SOURCES := proto server client connector demo scripts tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format proto drills test-tpu bench bench-peers docs
+.PHONY: help setup demo test lint format proto docs drills test-tpu bench bench-peers
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -34,3 +34,21 @@ format: setup ## let ruff mend what it can
 proto: setup ## generated modules from the .proto files
 	@$(VENV)/python -m scripts.gen_proto
 	@$(VENV)/python -m tests.proto.field_numbers
+
+docs: setup ## docs/configuration.md from the code
+	@$(VENV)/python -m scripts.configuration_page
+
+# Not there yet: these say so and fail.
+
+drills: setup
+	@ls tests/drills/test_*.py >/dev/null 2>&1 || { echo "drills: there are none yet" >&2; exit 2; }
+	@KVHOST_DRILLS=long $(VENV)/python -m pytest tests/drills $(PYTEST_ARGS)
+
+test-tpu:
+	@echo "test-tpu: kvhost has no TPU worker yet, so there is nothing to test" >&2; exit 2
+
+bench:
+	@echo "bench: there are no benchmarks yet" >&2; exit 2
+
+bench-peers:
+	@echo "bench-peers: there is no comparison with other caches yet" >&2; exit 2

@@ -1,0 +1,156 @@
+"""Writes `docs/configuration.md` from the options and keys that the code knows; `--check` only compares."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvhost_client.ctl import command as kvhostctl
+from kvhost_connector.config import KEYS
+from kvhost_server.cli import command as kvhostd
+from kvhost_server.exits import ExitCode
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+
+TEXT = """\
+# Configuration
+
+This page is made from the code (`make docs`).
+
+## kvhostd
+
+A value comes from the first of these that has it: the flag, the environment variable, the file named
+with `--config`, the default. `kvhostd --print-config` prints what it comes to, with the source of each
+value, as a file that `--config` takes; `--check-config` only says whether it is right. Sizes are whole
+bytes, or a number with KiB, MiB, GiB or TiB.
+
+{daemon}
+
+The file is TOML with the same names, `-` or `_` as you like:
+
+```toml
+memory = "8GiB"
+socket = "/run/kvhost/kvhostd.sock"
+socket-mode = "0660"
+lock = "auto"
+```
+
+Three sockets stand side by side: the one named, for engines; `NAME-admin.sock`, for people;
+`NAME-handover.sock`, where workers receive the memory. Beside them stands a lock file that is never
+removed: who holds its lock owns the sockets.
+
+| exit code | meaning |
+|---|---|
+{exits}
+
+## kvhostctl
+
+{tools}
+
+`kvhostctl COMMAND --help` describes each command.
+
+## The connector
+
+The keys of `kv_connector_extra_config`, in the JSON of `--kv-transfer-config`. A key that is not in
+this table is refused, so that a misspelt one does not silently mean its default.
+
+{connector}
+
+Beside them, vLLM's own `kv_load_failure_policy` should be `"recompute"`: with vLLM's default, `"fail"`, a
+request whose blocks cannot be loaded ends with an error.
+"""
+
+
+def page() -> str:
+    return TEXT.format(
+        daemon=options(kvhostd, "KVHOST_"),
+        exits="\n".join(f"| {code.value} | {meaning} |" for code, meaning in exit_meanings()),
+        tools=options(kvhostctl, ""),
+        connector=table(
+            ("key", "allowed", "default", "meaning"),
+            ([f"`{key.name}`", key.allowed, shown(key.default), key.meaning] for key in KEYS),
+        ),
+    )
+
+
+def options(command: click.Command, prefix: str) -> str:
+    """The options of a command; those that only ask for something (help, version) are left out."""
+    rows = []
+    for option in command.params:
+        if not isinstance(option, click.Option) or option.hidden or option.name == "version":
+            continue
+        variable = option.envvar if isinstance(option.envvar, str) else None
+        if variable is None and prefix and not (option.is_flag and not option.secondary_opts):
+            variable = f"{prefix}{(option.name or '').upper()}"
+        flags = " / ".join(f"`{flag}`" for flag in (*option.opts, *option.secondary_opts))
+        value = "" if option.is_flag else f" {option.metavar or allowed(option.type)}"
+        rows.append(
+            [flags + value, f"`{variable}`" if variable else "", shown(default(option)), option.help or ""]
+        )
+    return table(("option", "environment", "default", "meaning"), rows)
+
+
+def default(option: click.Option) -> object:
+    value = option.to_info_dict()["default"]
+    # click says "not given" in more than one way.
+    return None if value in (None, False, ()) or "UNSET" in str(value) else value
+
+
+def allowed(kind: click.ParamType[Any]) -> str:
+    if isinstance(kind, click.Choice):
+        return "\\|".join(str(choice) for choice in kind.choices)
+    return "PATH" if isinstance(kind, click.Path) else kind.name.upper()
+
+
+def shown(value: object) -> str:
+    if value is None or value == "":
+        return ""
+    if isinstance(value, enum.Enum):
+        value = value.value
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def exit_meanings() -> Iterable[tuple[ExitCode, str]]:
+    """Each exit code and what its docstring in `exits.py` says; Python keeps no docstring of a member."""
+    import ast
+    import inspect
+
+    body = ast.parse(inspect.getsource(ExitCode)).body[0]
+    if not isinstance(body, ast.ClassDef):
+        raise TypeError("ExitCode is not a class")
+    for statement, following in zip(body.body, [*body.body[1:], None], strict=True):
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            code = ExitCode[statement.targets[0].id]
+            documented = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            meaning = following.value.value if documented else "Ended as asked."  # type: ignore[union-attr]
+            yield code, " ".join(str(meaning).split())
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="configuration_page", description=__doc__)
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing, exit 1 when the page would change"
+    )
+    wanted = page()
+    if parser.parse_args(arguments).check:
+        if not PAGE.exists() or PAGE.read_text() != wanted:
+            print("docs/configuration.md is not what the code says: run `make docs`", file=sys.stderr)
+            return 1
+        return 0
+    PAGE.write_text(wanted)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What `pip install kvhost` brings, and what the repository promises about itself."""

@@ -1,0 +1,96 @@
+"""`pip install .` into a bare environment: the daemon and the tools run, and nothing heavy comes along."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from scripts.user_cache import bare_environment, pip_install
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("pyproject.toml", "README.md", "LICENSE", "proto", "server", "client", "connector")
+GRPC = ("grpcio", "grpcio-channelz", "grpcio-health-checking", "grpcio-reflection")
+# Beside the newest of everything, the oldest that pyproject.toml allows.
+OLDEST = [*(f"{name}==1.72.1" for name in GRPC), "protobuf==6.30.0"]
+DEPENDENCIES = {
+    *GRPC,
+    *(
+        "click",
+        "googleapis-common-protos",
+        "markdown-it-py",
+        "mdurl",
+        "numpy",
+        "protobuf",
+        "pygments",
+        "rich",
+    ),
+    "typing-extensions",
+}
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module", params=["newest", "oldest"])
+def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The environment's folder. Built from a copy, so that the checkout stays clean."""
+    folder = tmp_path_factory.mktemp(request.param)
+    source = folder / "source"
+    source.mkdir()
+    for part in PARTS:
+        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy2
+        copy(ROOT / part, source / part)
+    environment = folder / "environment"
+    bare_environment(environment)
+    pip_install(environment / "bin" / "python", str(source), *(OLDEST if request.param == "oldest" else ()))
+    return environment
+
+
+def run(environment: Path, program: str, *arguments: str) -> str:
+    result = subprocess.run(
+        [str(environment / "bin" / program), *arguments],
+        env={"PATH": os.environ["PATH"]},
+        cwd=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_brings_what_the_daemon_needs_and_nothing_more(installed: Path) -> None:
+    code = "import json, importlib.metadata as m; print(json.dumps([d.name for d in m.distributions()]))"
+    names = {name.lower().replace("_", "-") for name in json.loads(run(installed, "python", "-c", code))}
+
+    assert "kvhost" in names
+    assert names - {"kvhost"} <= DEPENDENCIES, f"new: {names - DEPENDENCIES}"
+
+
+@pytest.mark.parametrize("program", ["kvhostd", "kvhostctl"])
+def test_programs_run(installed: Path, program: str) -> None:
+    assert f"Usage: {program}" in run(installed, program, "--help")
+
+
+def test_carries_types_and_protocols(installed: Path) -> None:
+    code = "import kvhost_proto, kvhost_client as c; print(kvhost_proto.__path__[0], c.__path__[0])"
+    proto, client = (Path(path) for path in run(installed, "python", "-c", code).split())
+
+    assert (client / "py.typed").exists()
+    assert (proto / "py.typed").exists()
+    assert {path.name for path in (proto / "v1").glob("*.proto")} == {
+        path.name for path in (ROOT / "proto" / "kvhost_proto" / "v1").glob("*.proto")
+    }
+    assert (proto / "v1" / "admin_pb2.pyi").exists()
+
+
+def test_is_a_vllm_plugin(installed: Path) -> None:
+    code = """
+import importlib.metadata as m
+print(*[f"{e.name} {e.value}" for e in m.entry_points(group="vllm.general_plugins")])
+"""
+    assert run(installed, "python", "-c", code).strip() == "kvhost kvhost_connector:register"
