@@ -55,7 +55,12 @@ class NoticeQueue:
     def put(self, notice: cache_pb2.Notice | Ended) -> None:
         if len(self._notices) >= _MAX_QUEUED_NOTICES:
             kept = [n for n in self._notices if isinstance(n, Ended) or not n.HasField("removed")][-16:]
-            self._notices = deque([notice_message(Resync()), *kept])
+            resync = notice_message(Resync())
+            # A client ends a session whose notices are not of its daemon's boot (I6).
+            stamped = next((n for n in reversed(self._notices) if not isinstance(n, Ended)), None)
+            if stamped is not None:
+                resync.stamp.CopyFrom(stamped.stamp)
+            self._notices = deque([resync, *kept])
         self._notices.append(notice)
         self._wake.set()
 
@@ -321,8 +326,8 @@ class CacheService(cache_pb2_grpc.CacheServicer):
                 watcher.gaps.add(namespace.number)
             while True:
                 while watcher.gaps:
-                    namespace = self._books.namespaces[watcher.gaps.pop()]
-                    for event in self._snapshot(namespace):
+                    namespace = self._books.namespaces.get(watcher.gaps.pop())
+                    for event in self._snapshot(namespace) if namespace is not None else ():
                         yield event
                     # Events from here on stand in the queue, behind the snapshot.
                 following = await watcher.next()
@@ -386,7 +391,9 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         """Removed keys to the sessions of each namespace, everything to the watchers."""
         numbers, self._with_events = self._with_events, set()
         for number in numbers:
-            namespace = self._books.namespaces[number]
+            namespace = self._books.namespaces.get(number)
+            if namespace is None:
+                continue
             events, lost = namespace.take_events()
             self._tell_sessions(namespace, events, lost)
             for watcher in self._watchers:
