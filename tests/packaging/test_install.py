@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts.user_cache import bare_environment, pip_install
+from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("pyproject.toml", "README.md", "LICENSE", "proto", "server", "client", "connector")
@@ -74,6 +75,19 @@ def test_brings_what_the_daemon_needs_and_nothing_more(installed: Path) -> None:
 @pytest.mark.parametrize("program", ["kvhostd", "kvhostctl"])
 def test_programs_run(installed: Path, program: str) -> None:
     assert f"Usage: {program}" in run(installed, program, "--help")
+
+
+def test_daemon_serves_and_answers(installed: Path, tmp_path: Path) -> None:
+    socket = tmp_path / "kvhostd.sock"
+    command = [str(installed / "bin" / "kvhostd"), "--memory", "8MiB", "--socket", str(socket)]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as daemon:
+        try:
+            wait_for((tmp_path / "kvhostd-admin.sock").exists, 20, "the admin socket")
+            status = json.loads(run(installed, "kvhostctl", "--socket", str(socket), "--json", "status"))
+            assert int(status["pid"]) == daemon.pid
+        finally:
+            daemon.terminate()
+        assert daemon.wait(timeout=20) == 0
 
 
 def test_carries_types_and_protocols(installed: Path) -> None:
