@@ -143,7 +143,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         namespace = namespace_named(self._books, request.namespace)
         floor = request.floor_bytes if request.HasField("floor_bytes") else None
         cap = request.cap_bytes if request.HasField("cap_bytes") else None
-        set_limits(self._books, namespace, floor, cap)
+        set_limits(self._books, self._manager.attachment, namespace, floor, cap)
         return admin_pb2.SetLimitsReply(floor_segments=namespace.floor, cap_segments=namespace.cap)
 
     @answers

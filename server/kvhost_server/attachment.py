@@ -50,6 +50,11 @@ class Attachment:
         if session is not None:
             self.refresh(session)
 
+    def refresh_sessions_of(self, namespace: Namespace) -> None:
+        """After segments came or went."""
+        for number in namespace.sessions:
+            self.refresh(self._books.sessions[SessionNumber(number)])
+
     def refresh(self, session: Session) -> None:
         """Which rows every rank has mapped; tells the session when its readiness changed."""
         namespace = session.namespace
@@ -97,8 +102,7 @@ class Attachment:
             self._books.counters["segments_retired"] += 1
             for other in self._books.namespaces.values():
                 self._books.tell_evictions(other)
-                for number in other.sessions:
-                    self.refresh(self._books.sessions[SessionNumber(number)])
+                self.refresh_sessions_of(other)
 
     def grow_ahead(self, session: Session, namespace: Namespace, wanted: int) -> None:
         """Takes a free segment before the last slots are gone, so that nobody waits for its mapping."""

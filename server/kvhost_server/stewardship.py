@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from kvhost_server.attachment import Attachment
 from kvhost_server.books import Books
 from kvhost_server.errors import Code, Refused
 from kvhost_server.ids import ChunkKey, SessionNumber
@@ -69,8 +70,14 @@ def evict(books: Books, namespace: Namespace, keys: Sequence[ChunkKey]) -> tuple
     return evicted, held, absent
 
 
-def set_limits(books: Books, namespace: Namespace, floor_bytes: int | None, cap_bytes: int | None) -> None:
-    """Bounds of a namespace in whole segments, rounded up.
+def set_limits(
+    books: Books,
+    attachment: Attachment,
+    namespace: Namespace,
+    floor_bytes: int | None,
+    cap_bytes: int | None,
+) -> None:
+    """Bounds of a namespace in whole segments, rounded up. What is above the cap and not held goes at once.
 
     Raises:
         Refused: a floor above the cap or above the pool.
@@ -87,3 +94,4 @@ def set_limits(books: Books, namespace: Namespace, floor_bytes: int | None, cap_
     namespace.floor, namespace.cap = floor, cap
     books.lending.shrink(namespace)
     books.tell_evictions(namespace)
+    attachment.refresh_sessions_of(namespace)

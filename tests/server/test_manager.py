@@ -514,11 +514,12 @@ def test_a_segment_moves_only_after_every_worker_let_go_and_it_was_zeroed(world:
 def test_held_segments_and_floors_are_not_taken(world: World) -> None:
     old = world.engine()
     old.store(chain("a", 16))
-    set_limits(world.books, namespace_named(world.books, ""), 4 * 4 * 4096, None)
+    set_limits(world.books, world.manager.attachment, namespace_named(world.books, ""), 4 * 4 * 4096, None)
     world.time += 10
     young = world.engine(spec(model="young"))
     assert young.store([key("y")]) == 0
-    set_limits(world.books, namespace_named(world.books, "1"), 0, 8 * 4096)
+    set_limits(world.books, world.manager.attachment, namespace_named(world.books, "1"), 0, 8 * 4096)
+    world.check()  # before any worker has let go
     world.settle()
     assert namespace_named(world.books, "1").segments == 2
     assert young.store([key("y")]) == 1
