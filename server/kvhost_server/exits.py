@@ -1,7 +1,6 @@
 """How the daemon ends: its exit codes, and the one error that ends a start.
 
-The numbers are those of sysexits.h, so that a service manager can tell "try again" from "mend the
-configuration".
+The numbers are those of sysexits.h: a service manager can tell "try again" from "mend the configuration".
 """
 
 import enum

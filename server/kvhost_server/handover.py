@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvhost_proto.v1 import common_pb2, handover_pb2
-from kvhost_server.errors import Code
+from kvhost_server.errors import Code, Refused
 from kvhost_server.identity import AllowList, Identity, ProcessGone, credentials_of, pidfd_of
 from kvhost_server.ids import MappingId, SegmentId, SessionNumber, StoreId
 from kvhost_server.notices import Assignment
@@ -256,15 +256,19 @@ class HandoverServer:
             sock.setblocking(False)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             peer = credentials_of(sock)
-            refusal = self._allow.refusal(peer)
+            stranger = self._allow.refusal(peer)
             pidfd = self._kernel_pidfd(sock)
         except (ProcessGone, OSError) as error:
             sock.close()
             if isinstance(error, OSError) and error.errno in _OUT_OF_FDS:
                 self._pause(error)
             return
-        if refusal is None and len(self._connections) >= self._most_connections:
-            refusal = f"{self._most_connections} connections are open, which is the most this daemon allows"
+        refusal = None
+        if stranger is not None:
+            refusal = Refused(Code.PERMISSION_DENIED, stranger)
+        elif len(self._connections) >= self._most_connections:
+            most = f"{self._most_connections} connections are open, which is the most this daemon allows"
+            refusal = Refused(Code.RESOURCE_EXHAUSTED, most)
         if len(self._greeting) >= MOST_WITHOUT_HELLO:
             self.anomaly("handover_no_hello")
             oldest = next(iter(self._greeting))

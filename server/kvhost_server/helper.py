@@ -1,5 +1,4 @@
-"""The daemon's side of the populate helper: starts it, reads its steps, ends it. One owner for one
-process."""
+"""The daemon's side of the populate helper: starts it, reads its steps, ends it."""
 
 import asyncio
 import os
@@ -12,8 +11,7 @@ from kvhost_server.populate import Job, Step
 
 
 class HelperFailed(Exception):
-    """The helper process ended without finishing its job. The message says how, for the middle of a
-    sentence."""
+    """The helper process ended without finishing its job. The message goes on after "the helper"."""
 
 
 class Helper:

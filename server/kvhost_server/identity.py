@@ -60,8 +60,7 @@ def credentials_of(connection: socket.socket) -> Credentials:
 
 
 def _groups_of(connection: socket.socket) -> tuple[int, ...]:
-    """SO_PEERGROUPS, through ctypes: `socket.getsockopt` takes no more than 1,024 bytes, which is 256
-    groups."""
+    """SO_PEERGROUPS, through ctypes: `socket.getsockopt` reads at most 1,024 bytes, which is 256 groups."""
     groups = (ctypes.c_uint32 * _MOST_GROUPS)()
     size = ctypes.c_uint32(ctypes.sizeof(groups))
     where = (connection.fileno(), socket.SOL_SOCKET, _SO_PEERGROUPS)
@@ -72,8 +71,7 @@ def _groups_of(connection: socket.socket) -> tuple[int, ...]:
 
 
 def pidfd_of(connection: socket.socket) -> int | None:
-    """A new pidfd of the process that connected; the caller owns it. None where the kernel has no
-    SO_PEERPIDFD.
+    """A new pidfd of the process that connected; the caller owns it. None before Linux 6.5.
 
     Raises:
         ProcessGone: the process has ended.
@@ -89,8 +87,7 @@ def pidfd_of(connection: socket.socket) -> int | None:
 
 
 def check_sent_pidfd(fd: int, pid: int) -> str | None:
-    """What is wrong with a file descriptor that was sent as the pidfd of process `pid`; None when it is
-    one."""
+    """What is wrong with a descriptor that was sent as the pidfd of process `pid`; None when it is one."""
     if pid == 0:
         return (
             "a pidfd was sent, but its process is not visible from the daemon's PID namespace; share that "

@@ -1,5 +1,4 @@
-"""Keeping segments in memory: mlock through ctypes, which lets other threads run meanwhile (design section
-7)."""
+"""Keeping segments in memory: mlock through ctypes, which lets other threads run meanwhile."""
 
 import ctypes
 import enum
@@ -73,7 +72,7 @@ def lock_advice(wanted: int, error: OSError) -> str:
 
 
 def sure_refusal(wanted: int) -> OSError | None:
-    """The error that mlock will certainly give, known before any page is populated; None when it may
+    """The error that mlock will certainly give, known before any page is populated; None if it may
     succeed."""
     limit = lock_limit()
     if limit is None or wanted <= limit or _may_lock_beyond_limit():
@@ -82,7 +81,7 @@ def sure_refusal(wanted: int) -> OSError | None:
 
 
 def _may_lock_beyond_limit() -> bool:
-    """Whether we hold CAP_IPC_LOCK, as /proc says. (In a user namespace it may say so in vain: then mlock
+    """Whether we hold CAP_IPC_LOCK, as /proc says. (In a user namespace that may mean nothing: mlock
     tells.)"""
     with open("/proc/self/status") as file:
         for line in file:

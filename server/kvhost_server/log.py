@@ -7,10 +7,18 @@ import time
 
 from kvhost_server.config import LogFormat, LogLevel
 
-_TEXT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(message)s"
+_TEXT = "%(asctime)s.%(msecs)03dZ %(levelname)-7s %(message)s"
 _BURST = 20
 _WINDOW_S = 10.0
 _MOST_TEMPLATES = 1000
+
+
+class _TextFormatter(logging.Formatter):
+    """A peer's text may be part of a message, and must not make a line of its own."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in record.message)
+        return super().formatMessage(record)
 
 
 class _JsonFormatter(logging.Formatter):
@@ -56,9 +64,7 @@ def setup(level: LogLevel, form: LogFormat) -> None:
     if form is LogFormat.JSON:
         formatter: logging.Formatter = _JsonFormatter()
     else:
-        formatter = logging.Formatter(
-            "%(asctime)s.%(msecs)03d %(levelname)-7s %(message)s", "%Y-%m-%dT%H:%M:%S"
-        )
+        formatter = _TextFormatter(_TEXT, "%Y-%m-%dT%H:%M:%S")
         formatter.converter = time.gmtime
     handler.setFormatter(formatter)
     handler.addFilter(RateLimit())

@@ -93,8 +93,7 @@ def decode(packet: Packet) -> handover_pb2.ToDaemon:
         raise Refused(
             Code.FAILED_PRECONDITION,
             f"the packet starts with {packet.data[:4]!r}; {ours.program} speaks the handover format "
-            f"{MAGIC!r}, "
-            f"protocol {ours.major}.{ours.minor}",
+            f"{MAGIC!r}, protocol {ours.major}.{ours.minor}",
         )
     try:
         return handover_pb2.ToDaemon.FromString(packet.data[len(MAGIC) :])

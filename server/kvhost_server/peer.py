@@ -30,6 +30,7 @@ MOST_RANKS = 1024
 _PACKETS_AT_ONCE = 16
 _MOST_QUEUED = 1024
 _MOST_DRAINED = 64
+_LONGEST_NAME = 64
 _RETRY_S = 0.05
 _BUSY = (errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM)
 
@@ -92,7 +93,7 @@ class Connection:
     """
 
     def __init__(
-        self, desk: Desk, sock: socket.socket, peer: Credentials, pidfd: int | None, refusal: str | None
+        self, desk: Desk, sock: socket.socket, peer: Credentials, pidfd: int | None, refusal: Refused | None
     ) -> None:
         self.peer = peer
         self.phase = Phase.GREETING
@@ -183,12 +184,11 @@ class Connection:
             self._desk.greeted(self)
             if self._refusal is not None:
                 self._desk.anomaly("handover_peer_refused")
-                self.refuse(Code.PERMISSION_DENIED, self._refusal)
-                return
-            self._greet(packet)
+                self.refuse(self._refusal.code, self._refusal.message)
+            else:
+                self._greet(packet)
             return
-        # A forked child that inherited the connection proves nothing about the worker: its BYE is not the
-        # worker's.
+        # A forked child that inherited the connection proves nothing: its BYE is not the worker's.
         if packet.sender != self.peer.pid:
             self._desk.anomaly("handover_foreign_sender")
             log.warning("handover: a packet of worker %s came from pid %d: ignored", self.peer, packet.sender)
@@ -218,13 +218,18 @@ class Connection:
             )
         hello = message.hello
         self._check_hello(hello)
+        if packet.sender not in (0, self.peer.pid):  # 0: sent before we asked the kernel to name senders
+            raise Refused(
+                Code.PERMISSION_DENIED,
+                f"HELLO comes from process {packet.sender} on a connection that process {self.peer.pid} "
+                "opened; each process must open its own",
+            )
         self._take_pidfd(hello, packet.fds)
         if self.peer.pid == 0 and self._pidfd is None:
             raise Refused(
                 Code.PERMISSION_DENIED,
                 "your process is not visible from the daemon's PID namespace and the kernel gives no "
-                "pidfd; share "
-                "the PID namespace, or run on Linux 6.5 or newer",
+                "pidfd; share the PID namespace, or run on Linux 6.5 or newer",
             )
         if packet.fds:
             self._desk.anomaly("handover_unasked_fd")
@@ -250,8 +255,7 @@ class Connection:
             raise Refused(
                 Code.FAILED_PRECONDITION,
                 "a worker with device DMA needs a pidfd, or nothing would prove its end; run on Linux "
-                "6.5 or newer, or "
-                "send pidfd_open(getpid()) with HELLO",
+                "6.5 or newer, or send pidfd_open(getpid()) with HELLO",
             )
         self._held = True
         self.mapping = self._desk.worker_arrived(self, identity, hello)
@@ -266,13 +270,11 @@ class Connection:
 
     def _check_hello(self, hello: handover_pb2.Hello) -> None:
         if hello.version.major != PROTOCOL_MAJOR:
-            ours = version_message()
+            ours, program = version_message(), hello.version.program[:_LONGEST_NAME] or "the client"
             raise Refused(
                 Code.FAILED_PRECONDITION,
-                f"{hello.version.program or 'the client'!s} speaks protocol "
-                f"{hello.version.major}.{hello.version.minor}, "
-                f"{ours.program} speaks {ours.major}.{ours.minor}; install the same major version on both "
-                "sides",
+                f"{program} speaks protocol {hello.version.major}.{hello.version.minor}, {ours.program} "
+                f"speaks {ours.major}.{ours.minor}; install the same major version on both sides",
             )
         if len(hello.instance_id) != INSTANCE_ID_BYTES:
             raise Refused(
@@ -297,7 +299,7 @@ class Connection:
             )
 
     def _take_pidfd(self, hello: handover_pb2.Hello, fds: list[int]) -> None:
-        """Keeps the pidfd that came with HELLO if we have none and it is the peer's; takes it out of
+        """Keeps the pidfd that came with HELLO if we have none and it is the peer's: takes it out of
         `fds`."""
         if self._pidfd is not None or not hello.with_pidfd:
             return
@@ -305,8 +307,7 @@ class Connection:
             raise Refused(
                 Code.INVALID_ARGUMENT,
                 "HELLO says that a pidfd comes with it, and none arrived; is either side in a sandbox "
-                "without fd "
-                "passing, or at its limit of open files?",
+                "without fd passing, or at its limit of open files?",
             )
         complaint = check_sent_pidfd(fds[0], self.peer.pid)
         if complaint is not None:

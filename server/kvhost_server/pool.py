@@ -1,5 +1,5 @@
-"""The segments: sealed memfds, allocated before anybody sees them, locked on request, zeroed between loans
-(I9).
+"""The segments: sealed memfds, allocated before anybody sees them (I9), locked on request, zeroed between
+loans.
 
 Owns every segment's file descriptor. Bytes are never read here, and no hole is ever made: pages that a device
 driver has pinned would be detached from the file.
@@ -10,6 +10,7 @@ import errno
 import fcntl
 import logging
 import os
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ _MFD_HUGE_SHIFT = 26
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _ZEROS = bytes(1 << 20)
 _BLOCK = 512  # the unit of st_blocks
+_TELL_EVERY_S = 10.0
 
 _Result = TypeVar("_Result")
 
@@ -76,9 +78,8 @@ class Pool:
                 os.close(segment.fd)
             raise StartupError(
                 f"segment {len(self._segments) + 1} of {plan.segments} ({format_size(plan.segment_bytes)} "
-                "each) cannot be "
-                f"made: {error.strerror}; raise the limit on open files (LimitNOFILE), or give a larger "
-                "--segment-size",
+                f"each) cannot be made: {error.strerror}; raise the limit on open files (LimitNOFILE), or "
+                "give a larger --segment-size",
                 ExitCode.MEMORY,
             ) from error
         # One thread: zeroing and locking are bound by memory speed, and must not take the engines' cores.
@@ -138,16 +139,19 @@ class Pool:
 
         Raises:
             StartupError: nothing fits, or less than asked when strict; a system call failed; locking is
-            required
-                and failed.
+                required and failed.
         """
         short: Step | None = None
         last = Step("piece", 0, 0)
+        told = time.monotonic()
         try:
             async with Helper(self._job(self._segments, self._wait_s)) as helper:
                 async for step in helper.steps():
                     last = step
                     self._segments[step.segment].allocated = step.done
+                    if time.monotonic() - told > _TELL_EVERY_S:
+                        told = time.monotonic()
+                        log.info("populated %s so far", format_size(self.populated_bytes))
                     if step.kind == "ready":
                         await self._finish(self._segments[step.segment], on_ready)
                     elif step.kind == "waiting":
@@ -272,8 +276,8 @@ class Pool:
         limit = Surveyor(self._cgroup_root).measure().tightest
         return StartupError(
             f"populating --memory {format_size(self.asked_bytes)} {how} after "
-            f"{format_size(self.populated_bytes)}; "
-            f"{limit.source} leaves {format_size(limit.room)}; ask for less, or raise that limit",
+            f"{format_size(self.populated_bytes)}; {limit.source} leaves {format_size(limit.room)}; ask "
+            "for less, or raise that limit",
             ExitCode.MEMORY,
         )
 
@@ -304,8 +308,7 @@ class Pool:
 
 
 def _make_segment(index: int, plan: Plan) -> int:
-    """A sealed memfd without pages. It has no name in any file system: nothing is left behind by a crash
-    (C5)."""
+    """A sealed memfd without pages. It has no name in any file system: a crash leaves nothing behind (C5)."""
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     if plan.huge_page:
         flags |= os.MFD_HUGETLB | (plan.huge_page.bit_length() - 1) << _MFD_HUGE_SHIFT

@@ -86,7 +86,7 @@ class Surveyor:
             name, _, value = line.partition(":")
             fields[name] = int(value.split()[0]) * 1024
         available = fields.get("MemAvailable", fields["MemFree"])
-        return _limit(f"{path} (MemAvailable)", fields["MemTotal"], available)
+        return _limit(str(path), fields["MemTotal"], available)
 
     def _cgroups(self) -> Iterator[Limit]:
         own_v1, own_v2 = self._own_paths()

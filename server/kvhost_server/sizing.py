@@ -131,9 +131,8 @@ def _check_huge(plan: Plan, surveyor: Surveyor) -> None:
         )
         raise StartupError(
             f"--hugepages {page} with --memory {format_size(plan.asked_bytes)} needs {needed} huge pages "
-            f"of {page}, but "
-            f"the host has {limit.total // plan.huge_page}, {limit.room // plan.huge_page} of them free "
-            f"({limit.source}); reserve them with {how}, or use --hugepages auto",
+            f"of {page}, but the host has {limit.total // plan.huge_page}, {limit.room // plan.huge_page} "
+            f"of them free ({limit.source}); reserve them with {how}, or use --hugepages auto",
             ExitCode.MEMORY,
         )
 
@@ -143,8 +142,8 @@ def _check_ordinary(plan: Plan, surveyor: Surveyor) -> None:
     if plan.total_bytes > limit.total:
         raise StartupError(
             f"--memory asks for {format_size(plan.asked_bytes)}, but {limit.source} allows "
-            f"{format_size(limit.total)} in "
-            f"all ({format_size(limit.room)} of it unused); ask for less, or raise that limit",
+            f"{format_size(limit.total)} in all ({format_size(limit.room)} of it unused); ask for less, "
+            "or raise that limit",
             ExitCode.MEMORY,
         )
 

@@ -89,8 +89,7 @@ class SocketFile:
         if length > LONGEST_PATH:
             raise StartupError(
                 f"the socket path {self.path} has {length} bytes and at most {LONGEST_PATH} are allowed; "
-                "choose a "
-                "shorter one",
+                "choose a shorter one",
                 ExitCode.USAGE,
             )
         folder = self.path.parent

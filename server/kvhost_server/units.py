@@ -1,5 +1,4 @@
-"""Sizes as people write them: `8GiB`, `64MiB`, `4096`. Standard library only (the populate helper uses
-it)."""
+"""Sizes as people write them: `8GiB`, `64MiB`, `4096`."""
 
 import re
 

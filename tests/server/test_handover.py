@@ -343,6 +343,13 @@ class TestProof:
         worker.send(MAPPED)  # and the worker itself goes on
         await wait_for_async(lambda: workers.calls[-1] == ("mapped", 1, 100, 101))
 
+    async def test_a_forked_childs_hello_is_refused(self, client: RawClient, workers: Workers) -> None:
+        child = fork_child(lambda: client.send(hello()))
+        os.waitpid(child, 0)
+        refusal = await client.refused()
+        assert refusal.message.startswith(f"HELLO comes from process {child} on a connection that process ")
+        assert workers.calls == []
+
     async def test_without_any_pidfd_end_of_file_is_the_proof_for_cpu_copies(
         self, serve: Serve, workers: Workers, tmp_path: Path
     ) -> None:
@@ -550,7 +557,9 @@ class TestPeers:
                 await client.receive()
             with RawClient(tmp_path / "h.sock") as three:
                 three.send(hello())
-                assert "2 connections are open, which is the most" in (await three.refused()).message
+                refusal = await three.refused()
+                assert refusal.code == Code.RESOURCE_EXHAUSTED
+                assert "2 connections are open, which is the most" in refusal.message
 
     async def test_out_of_descriptors_it_waits_and_goes_on(
         self, serve: Serve, tmp_path: Path, workers: Workers

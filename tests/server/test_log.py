@@ -29,6 +29,12 @@ def test_text_is_one_line_with_time_and_level(capsys: pytest.CaptureFixture[str]
     assert lines[0][4] == "-" and lines[0][10] == "T"
 
 
+def test_a_peers_text_makes_no_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    log.setup(LogLevel.INFO, LogFormat.TEXT)
+    logging.getLogger("kvhost").info("label %s", "x\n2026 ERROR forged\x1b[2J")
+    assert capsys.readouterr().err.endswith(" INFO    label x\\n2026 ERROR forged\\x1b[2J\n")
+
+
 def test_json_is_one_object_a_line_even_with_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     log.setup(LogLevel.DEBUG, LogFormat.JSON)
     try:

@@ -64,7 +64,7 @@ class Daemon:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **(env or {})},
+                env={**_clean_environment(), **(env or {})},
             )
         if wait:
             try:
@@ -168,6 +168,11 @@ class Daemon:
             self.kill()
         if self._own_folder:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _clean_environment() -> dict[str, str]:
+    """Ours, without what would configure a daemon."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("KVHOST_")}
 
 
 def _channel(socket: str) -> grpc.Channel:
