@@ -23,6 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from tests.support.waiting import wait_for
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # Small, without compilation, in the smallest block size the CPU backend takes.
@@ -74,7 +76,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class State:
-    """Inside of a stepped engine. `steps_s`: seconds of every step since it was last asked."""
+    """Inside of a stepped engine.
+
+    One of the `blocks` is vLLM's null block: an idle engine has `blocks - 1` free. `steps_s` are the
+    seconds of every step since it was last asked.
+    """
 
     requests: int
     running: int
@@ -179,10 +185,11 @@ class Engine:
         found = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
-                pid = int(entry.name)
                 try:
-                    if os.getpgid(pid) == self.pid:
-                        found[pid] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+                    state, _, group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+                    if int(group) == self.pid and state != "Z":
+                        command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+                        found[int(entry.name)] = command
                 except (ProcessLookupError, FileNotFoundError):
                     continue  # Ended between the two looks.
         return found
@@ -198,6 +205,8 @@ class Engine:
             return
         if number == signal.SIGKILL and pid in (None, self.pid):
             self.process.wait(timeout=30)
+        if number == signal.SIGKILL and pid is None:
+            wait_for(lambda: not self.processes(), 30, "the end of every process of the engine")
 
     def close(self) -> None:
         """Ends the engine: politely, and by force when it does not go."""
