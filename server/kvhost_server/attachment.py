@@ -82,6 +82,12 @@ class Attachment:
         loan = self._books.lending.ready(pool_index)
         if loan is not None:
             self._offer_to_sessions(loan)
+            return
+        # Engines that came before there was room: without a segment to map they would ask for nothing.
+        for namespace in self._books.namespaces.values():
+            if namespace.sessions and not namespace.segments:
+                self.grow(namespace)
+                return
 
     def take(self, session: Session, namespace: Namespace) -> SlotIndex | None:
         table = namespace.table
