@@ -14,6 +14,8 @@ from kvhost_server.sessions import Bounds, Grant, Session
 from kvhost_server.slots import SlotState
 
 _MICROSECONDS = 1_000_000
+_BOOT_MASK = (1 << 31) - 1
+_IDS_OF_A_BOOT = 24  # bits
 
 COUNTERS = (
     "sessions_opened",
@@ -66,6 +68,9 @@ class Books:
     ) -> None:
         self.boot_id = boot_id
         self.state = ServiceState.STARTING
+        # Store and pin ids count from here: what a client kept from another boot most likely names nothing
+        # in this one, whatever the client does with it (I5, I6).
+        self.ids_begin = (boot_id & _BOOT_MASK) << _IDS_OF_A_BOOT
         self.namespaces: dict[NamespaceNumber, Namespace] = {}
         self.sessions: dict[SessionNumber, Session] = {}
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))

@@ -41,7 +41,7 @@ class Reading:
 
     def __init__(self, books: Books) -> None:
         self._books = books
-        self._last_pin = 0
+        self._last_pin = books.ids_begin
 
     def lookup(self, session: Session, group: int, semantics: int, packed: bytes, pin: bool) -> ChainAnswer:
         """Which keys of one chain are there. With `pin`, those that are are held (I3).

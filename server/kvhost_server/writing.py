@@ -42,7 +42,7 @@ class Writing:
     def __init__(self, books: Books, attachment: Attachment) -> None:
         self._books = books
         self._attachment = attachment
-        self._last_store = 0
+        self._last_store = books.ids_begin
 
     def reserve(self, session: Session, count: int, chunks: Sequence[ChunkRequest]) -> Reservation:
         """Takes slots to write into: `count` ahead, and one for each chunk that is not stored.

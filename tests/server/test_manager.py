@@ -216,6 +216,18 @@ def test_foreign_stale_and_second_commits_are_refused(world: World) -> None:
     world.check()
 
 
+def test_ids_of_another_boot_name_nothing() -> None:
+    """A client that keeps an id over the daemon's restart must not hit a grant or a pin of the new one."""
+    ids: list[set[int]] = []
+    for boot in (0x1234567_89ABCDEF, 0x1234567_89ABCDF0):
+        world = World(boot_id=boot)
+        engine = world.engine()
+        engine.store(chain("a", 4))
+        ids.append({*engine.pin(chain("a", 4)).values(), *engine.grants(2)})
+    assert not ids[0] & ids[1]
+    assert max(*ids[0], *ids[1]) < 1 << 63
+
+
 def test_a_session_holds_at_most_a_quarter_of_the_slots(world: World) -> None:
     engine = world.engine()
     given = engine.manager.writing.reserve(engine.session, 0, engine.requests(chain("a", 10)))

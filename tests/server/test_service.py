@@ -118,7 +118,7 @@ def test_one_bad_item_does_not_spoil_a_batch(engine: Engine) -> None:
         commits=[StoreOf(store, Chunk(0, good, b"")), StoreOf(store + 1000, Chunk(0, bad, b""))],
         releases=[123456],
     )
-    assert sorted((e.id, e.code) for e in result.errors) == [(store + 1000, 9), (123456, 5)]
+    assert {(e.id, e.code) for e in result.errors} == {(store + 1000, 9), (123456, 5)}
     assert engine.wrong_bytes([good]) == []
 
 

@@ -88,10 +88,10 @@ class World:
         obedient: workers map, retire and segments get zeroed as soon as `settle` runs.
     """
 
-    def __init__(self, segments: int = 4, slots: int = 4, serving: bool = True) -> None:
+    def __init__(self, segments: int = 4, slots: int = 4, serving: bool = True, boot_id: int = 7) -> None:
         self.time = 1000.0
         self.outbox = Outbox()
-        self.manager = Manager(7, slots * SLOT_BYTES, segments, self.outbox, lambda: self.time)
+        self.manager = Manager(boot_id, slots * SLOT_BYTES, segments, self.outbox, lambda: self.time)
         self.books = self.manager.books
         self._instances = 0
         if serving:
