@@ -132,7 +132,7 @@ class Board:
         self._recall = 0
         # Grants.
         self.stock = GrantStock()
-        self._reserve_after = 0.0
+        self._reserve_after = self._recalled_until = 0.0
         self._room = True
         self._active_at = float("-inf")
         # What came of it.
@@ -452,12 +452,15 @@ class Board:
             return 0
         return min(self._stock_target, max(1, self._slots // 4))
 
+    def _may_reserve_at(self) -> float:
+        return max(self._reserve_after, self._recalled_until)
+
     def _stock_is_low(self) -> bool:
         return (
             self.usable
             and self._state is ServiceState.SERVING
             and 2 * len(self.stock) < self._wanted()
-            and self._clock() >= self._reserve_after
+            and self._clock() >= self._may_reserve_at()
         )
 
     def _pause(self) -> float | None:
@@ -470,8 +473,8 @@ class Board:
             due.append(self._probe_after - now)
         if len(self.stock):
             due.append(self._active_at + IDLE_GIVES_BACK_S - now)
-        if self.usable and self._reserve_after > now and self._wanted():
-            due.append(self._reserve_after - now)
+        if self.usable and self._may_reserve_at() > now and self._wanted():
+            due.append(self._may_reserve_at() - now)
         return max(0.001, min(due)) if due else None
 
     def _collect(self) -> Round | None:
@@ -511,4 +514,4 @@ class Board:
             self._flush = True
             self.counters.add("grants_given_back", len(grants))
             # Whoever recalled them needs the room now.
-            self._reserve_after = self._clock() + FULL_PAUSE_S
+            self._recalled_until = self._clock() + FULL_PAUSE_S

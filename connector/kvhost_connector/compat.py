@@ -215,6 +215,14 @@ class WorkerHalf:
         self._half.worker = worker
 
 
+def show_metrics(metrics: Any) -> None:
+    """Makes every unlabelled metric exist with value 0: vLLM creates them when they first change (H2)."""
+    for engine in metrics.per_engine_labelvalues:
+        for name, described in metrics._offloading_metric_metadata.items():
+            if not described.labelnames:
+                metrics._get_prometheus_metric(name, (), engine)
+
+
 def cached_block_hashes(block_pool: Any) -> frozenset[bytes]:
     """Hashes (with group id) of all blocks in the device's prefix cache; empty where the pool has none."""
     cache = getattr(getattr(block_pool, "cached_block_hash_to_block", None), "_cache", None)

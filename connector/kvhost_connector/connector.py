@@ -55,7 +55,9 @@ class KVHostConnector(OffloadingConnector):
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *arguments: Any, **named: Any) -> Any:
         prepare(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        return super().build_prom_metrics(vllm_config, *arguments, **named)
+        metrics = super().build_prom_metrics(vllm_config, *arguments, **named)
+        compat.show_metrics(metrics)
+        return metrics
 
     # Both halves.
 

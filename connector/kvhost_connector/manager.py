@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,
-    Medium,
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
@@ -25,9 +24,10 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvhost_client.types import Chunk, Found, StoreOf
+from kvhost_client.types import Found, StoreOf
 from kvhost_connector import stats
 from kvhost_connector.board import Board
+from kvhost_connector.events import EventLog
 from kvhost_connector.holds import Authority, PinnedSlot, Transfer, TransferTable
 from kvhost_connector.metadata import Epoch, SlotSpec, TransferId, TransferReport
 from kvhost_connector.orders import NewsKind, TicketState
@@ -39,8 +39,6 @@ logger = logging.getLogger("vllm.kvhost")
 _ADVICE_LASTS_S = 1.0
 # After an answer that did not come, so long nothing is asked for the request.
 _BLIND_S = 0.5
-# Removed events are sent for keys whose storing was announced; so many are remembered.
-_ANNOUNCED_LIMIT = 1 << 20
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -85,16 +83,13 @@ class HostManager(OffloadingManager):
         """`events`: keep what KV events need."""
         super().__init__()
         self.spec: Any = None
-        self._events = events
+        self._events = EventLog(events)
         self._clock = clock
         self._board: Board | None = None
         self._may_attach: Callable[[], bool] = lambda: False
         self._table = TransferTable(0, ())
         self._views: dict[str, RequestView] = {}
         self._stored = StoredKeys()
-        self._announced = StoredKeys(_ANNOUNCED_LIMIT)
-        self._adapter_keys: dict[bytes, bytes] = {}
-        self._pending_events: list[OffloadingEvent] = []
         self.epoch = Epoch(0)
         self._shortfalls: list[Shortfall] = []
 
@@ -299,7 +294,7 @@ class HostManager(OffloadingManager):
             return nothing
         chosen = [key for key in wanted if key in accepted]
         chunks = [view.chunk(key, ends[key]) for key in chosen]
-        self._remember_adapter_keys(view, chosen, chunks)
+        self._events.learn(dict(zip((chunk.key for chunk in chunks), chosen, strict=True)))
         transfer = self._table.open_store(
             authority,
             self.epoch,
@@ -328,8 +323,7 @@ class HostManager(OffloadingManager):
     def take_events(self) -> list[OffloadingEvent]:
         if self._board is not None:
             self._absorb_news(self._board)
-        events, self._pending_events = self._pending_events, []
-        return events
+        return self._events.take()
 
     def has_pending_work(self) -> bool:
         """Never: the agent's thread works without steps, and native would spin (contract 18)."""
@@ -493,11 +487,11 @@ class HostManager(OffloadingManager):
             if news.kind is NewsKind.STORED:
                 for key in news.keys:
                     self._stored.add(key)
-                self._announce(news.keys)
+                self._events.stored(news.keys)
             elif news.kind is NewsKind.REMOVED:
                 for key in news.keys:
                     self._stored.discard(key)
-                self._retract(news.keys)
+                self._events.removed(news.keys)
             else:
                 self._forget_stored()
                 if news.kind is NewsKind.STALE:
@@ -506,30 +500,4 @@ class HostManager(OffloadingManager):
 
     def _forget_stored(self) -> None:
         self._stored.clear()
-        self._retract(self._announced.clear(), known=True)
-
-    def _remember_adapter_keys(
-        self, view: RequestView, keys: Sequence[bytes], chunks: Sequence[Chunk]
-    ) -> None:
-        """Events speak of vLLM's keys, the daemon of its own."""
-        if self._events and view.adapter:
-            self._adapter_keys.update(zip((chunk.key for chunk in chunks), keys, strict=True))
-
-    def _announce(self, keys: Iterable[bytes]) -> None:
-        if not self._events:
-            return
-        stored = list(keys)
-        for key in stored:
-            self._announced.add(key)
-        own = [OffloadKey(self._adapter_keys.get(key, key)) for key in stored]
-        self._pending_events.append(OffloadingEvent(keys=own, medium=Medium.CPU, removed=False))
-
-    def _retract(self, keys: Iterable[bytes], *, known: bool = False) -> None:
-        if not self._events:
-            return
-        gone = [key for key in keys if known or key in self._announced]
-        for key in gone:
-            self._announced.discard(key)
-        own = [OffloadKey(self._adapter_keys.pop(key, key)) for key in gone]
-        if own:
-            self._pending_events.append(OffloadingEvent(keys=own, medium=Medium.CPU, removed=True))
+        self._events.all_removed()

@@ -65,7 +65,7 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any, config: Connector
     if blocks > 1 and windowed:
         raise ConfigError(
             f"blocks_per_chunk must be 1 for a model with windowed or state layers "
-            f"({type(windowed[0].kv_cache_spec).__name__}), found {blocks}: vLLM would publish half-written ones"
+            f"({type(windowed[0].kv_cache_spec).__name__}), found {blocks}: vLLM publishes half-written ones"
         )
 
 

@@ -1,0 +1,1 @@
+"""Tests of the connector, one file a room of it."""
