@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_KEYS = 16384
 _KEYS_PER_SLICE = 1024
+_MOST_PARTS_BYTES = 4 << 20
 _MICROSECONDS = 1_000_000
 
 
@@ -80,7 +81,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             uptime_s=books.clock() - self._started,
             state=self._state(),
             memory=self._memory(),
-            namespaces=[self._namespace(n) for n in books.namespaces.values()],
+            namespaces=self._namespaces(),
             sessions=self._sessions(),
             counters=books.counters,
             anomalies={**books.anomalies, **self._extra_anomalies()},
@@ -89,9 +90,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     @answers
     async def ListNamespaces(self, request: admin_pb2.ListNamespacesRequest) -> admin_pb2.ListNamespacesReply:
-        return admin_pb2.ListNamespacesReply(
-            namespaces=[self._namespace(n) for n in self._books.namespaces.values()]
-        )
+        return admin_pb2.ListNamespacesReply(namespaces=self._namespaces())
 
     @answers
     async def ListSessions(self, request: admin_pb2.ListSessionsRequest) -> admin_pb2.ListSessionsReply:
@@ -161,7 +160,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     def _memory(self) -> admin_pb2.Memory:
         lending, pool = self._books.lending, self._pool
         used = pinned = granted = quarantined = 0
-        for status in map(self._namespace, self._books.namespaces.values()):
+        for status in self._namespaces():
             used += status.chunks * status.slot_bytes
             pinned += status.pinned_chunks * status.slot_bytes
             granted += status.granted_slots * status.slot_bytes
@@ -184,6 +183,18 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             ),
             notes=pool.notes,
         )
+
+    def _namespaces(self) -> list[admin_pb2.NamespaceStatus]:
+        """All of them; the newest ones' digest parts are left out when the reply would grow too large."""
+        told = []
+        room = _MOST_PARTS_BYTES
+        for namespace in self._books.namespaces.values():
+            status = self._namespace(namespace)
+            room -= sum(len(part.name) + len(part.value) for part in status.parts)
+            if room < 0:
+                del status.parts[:]
+            told.append(status)
+        return told
 
     def _namespace(self, namespace: Namespace) -> admin_pb2.NamespaceStatus:
         books, table = self._books, namespace.table

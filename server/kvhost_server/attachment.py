@@ -89,13 +89,14 @@ class Attachment:
                 self.grow(namespace)
                 return
 
-    def take(self, session: Session, namespace: Namespace) -> SlotIndex | None:
+    def take(self, session: Session, namespace: Namespace, tail: SlotIndex | None = None) -> SlotIndex | None:
+        """A slot that this session may write, or None. `tail` holds the chunk that the new one continues."""
         table = namespace.table
         if not table.has_free(session.usable_rows) and session.all_usable:
             self.grow(namespace)
         if not session.all_usable and self._grows_free(session, namespace):
             return None  # a free segment is being mapped: better than evicting
-        slot = table.take(session.usable_rows)
+        slot = table.take(session.usable_rows, tail)
         self._books.tell_evictions(namespace)
         return slot
 

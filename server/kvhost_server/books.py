@@ -21,6 +21,7 @@ COUNTERS = (
     "sessions_opened",
     "lookup_chunks",
     "hit_chunks",
+    "advised_chunks",
     "pinned_chunks",
     "granted_slots",
     "committed_chunks",
@@ -67,10 +68,10 @@ class Books:
         self, boot_id: int, segment_bytes: int, segments: int, outbox: Outbox, clock: Callable[[], float]
     ) -> None:
         self.boot_id = boot_id
-        self.state = ServiceState.STARTING
         # Store and pin ids count from here: what a client kept from another boot most likely names nothing
         # in this one, whatever the client does with it (I5, I6).
         self.ids_begin = (boot_id & _BOOT_MASK) << _IDS_OF_A_BOOT
+        self.state = ServiceState.STARTING
         self.namespaces: dict[NamespaceNumber, Namespace] = {}
         self.sessions: dict[SessionNumber, Session] = {}
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))

@@ -146,6 +146,18 @@ def _file_value(path: Path, key: str, value: object, option: click.Parameter) ->
 @click.option("--allow-uid", multiple=True, help="User that may use the cache, besides root and our own.")
 @click.option("--allow-gid", multiple=True, help="Group whose members may use the cache.")
 @click.option(
+    "--tcp",
+    metavar="HOST:PORT",
+    help="Serve other hosts too: admin, health, lookups that hold nothing. Needs the --tls options.",
+)
+@click.option("--tls-cert", type=click.Path(path_type=Path), help="Certificate shown on --tcp (PEM).")
+@click.option("--tls-key", type=click.Path(path_type=Path), help="Its private key, unencrypted (PEM).")
+@click.option(
+    "--tls-client-ca",
+    type=click.Path(path_type=Path),
+    help="Authorities of the clients that --tcp serves (PEM); a client without a certificate is refused.",
+)
+@click.option(
     "--lock",
     type=_choices(Lock),
     default=Lock.OFF.value,
@@ -231,8 +243,7 @@ def _explain(error: click.ClickException | StartupError) -> tuple[str, ExitCode]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The `kvhostd` command. Returns the exit code (see `ExitCode`); says why in one line when it is not
-    0."""
+    """The `kvhostd` command. Returns the exit code (see `ExitCode`), and says why in one line."""
     try:
         code = command.main(arguments, standalone_mode=False)
     except click.exceptions.Exit as stop:

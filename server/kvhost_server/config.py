@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvhost_server.listener import Address, Listener
 from kvhost_server.locking import Lock
 from kvhost_server.sizing import HugePages
 from kvhost_server.units import exact_size
@@ -59,6 +60,8 @@ class Config:
     """Group of the admin socket; None: the daemon's own."""
     allow_uid: tuple[int, ...]
     allow_gid: tuple[int, ...]
+    tcp: Listener | None
+    """None: nothing is served over TCP."""
     lock: Lock
     hugepages: HugePages
     memory_wait: float
@@ -83,6 +86,10 @@ class Config:
         admin_group: str | None,
         allow_uid: Sequence[str],
         allow_gid: Sequence[str],
+        tcp: str | None,
+        tls_cert: Path | None,
+        tls_key: Path | None,
+        tls_client_ca: Path | None,
         lock: str,
         hugepages: str,
         memory_wait: float,
@@ -109,6 +116,7 @@ class Config:
             admin_group=_gid("admin_group", admin_group) if admin_group else None,
             allow_uid=tuple(_uid("allow_uid", name) for name in allow_uid),
             allow_gid=tuple(_gid("allow_gid", name) for name in allow_gid),
+            tcp=_listener(tcp, tls_cert=tls_cert, tls_key=tls_key, tls_client_ca=tls_client_ca),
             lock=Lock(lock),
             hugepages=HugePages(hugepages),
             memory_wait=memory_wait,
@@ -163,6 +171,10 @@ class Config:
             "admin_group": None if self.admin_group is None else f'"{self.admin_group}"',
             "allow_uid": json.dumps([str(uid) for uid in self.allow_uid]),
             "allow_gid": json.dumps([str(gid) for gid in self.allow_gid]),
+            "tcp": None if self.tcp is None else json.dumps(str(self.tcp.address)),
+            "tls_cert": None if self.tcp is None else json.dumps(str(self.tcp.cert)),
+            "tls_key": None if self.tcp is None else json.dumps(str(self.tcp.key)),
+            "tls_client_ca": None if self.tcp is None else json.dumps(str(self.tcp.client_ca)),
             "lock": json.dumps(self.lock),
             "hugepages": json.dumps(self.hugepages),
             "memory_wait": f"{self.memory_wait:g}",
@@ -175,6 +187,25 @@ class Config:
 def sibling(socket: Path, role: str) -> Path:
     """The path of a socket that stands beside the main one: `kvhostd.sock` -> `kvhostd-admin.sock`."""
     return socket.with_name(f"{socket.name.removesuffix('.sock')}-{role}.sock")
+
+
+def _listener(tcp: str | None, **files: Path | None) -> Listener | None:
+    """The TCP port, which needs all three files: a port that anybody may speak to does not exist."""
+    given = [name for name, path in files.items() if path is not None]
+    if tcp is None:
+        if given:
+            raise BadValue(given[0], "it says how --tcp is protected, and --tcp HOST:PORT is not given")
+        return None
+    cert, key, client_ca = (path.absolute() if path else None for path in files.values())
+    if cert is None or key is None or client_ca is None:
+        missing = " and ".join(f"--{name.replace('_', '-')}" for name in files if name not in given)
+        raise BadValue(
+            "tcp", f"{missing} must be given too: nothing is served over TCP without TLS on both sides"
+        )
+    try:
+        return Listener(Address.parse(tcp), cert, key, client_ca)
+    except ValueError as error:
+        raise BadValue("tcp", str(error)) from None
 
 
 def _uid(option: str, name: str) -> int:

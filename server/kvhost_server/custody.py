@@ -18,7 +18,8 @@ from kvhost_server.notices import Outbox
 from kvhost_server.sessions import PeerIdentity, Session
 
 TOKEN_BYTES = 32
-_MAX_PARKED = 256
+_MAX_PARKED = 1024
+_MAX_PARKED_OF_ONE_USER = 256
 _MAX_SPENT_TOKENS = 8192
 
 
@@ -86,6 +87,7 @@ class Custody:
         self._last_mapping = 0
         self._by_token: dict[bytes, MappingId] = {}
         self._claims: dict[bytes, _Claim] = {}
+        self._claimed: dict[_Claim, bytes] = {}
         self._spent: OrderedDict[bytes, None] = OrderedDict()
 
     # Tokens pair a worker with a session.
@@ -106,11 +108,17 @@ class Custody:
             raise Refused(
                 Code.ALREADY_EXISTS, "this token was used before; a worker makes a new one each time"
             )
-        if sum(m.session is None for m in self.mappings.values()) >= _MAX_PARKED:
-            raise Refused(
-                Code.RESOURCE_EXHAUSTED,
-                f"{_MAX_PARKED} workers already wait for their session; is a scheduler missing?",
-            )
+        parked = [m.identity.uid for m in self.mappings.values() if m.session is None]
+        for count, most, whose in (
+            (len(parked), _MAX_PARKED, ""),
+            # One user's workers must not bar those of another.
+            (parked.count(identity.uid), _MAX_PARKED_OF_ONE_USER, f" of uid {identity.uid}"),
+        ):
+            if count >= most:
+                raise Refused(
+                    Code.RESOURCE_EXHAUSTED,
+                    f"{most} workers{whose} already wait for their session; is a scheduler missing?",
+                )
         self._last_mapping += 1
         mapping = Mapping(MappingId(self._last_mapping), rank, access, digest, identity)
         self.mappings[mapping.id] = mapping
@@ -134,7 +142,15 @@ class Custody:
             raise Refused(
                 Code.PERMISSION_DENIED, f"the token of rank {rank} belongs to another engine instance"
             )
-        self._claims[digest] = _Claim(session.number, rank)
+        claim = _Claim(session.number, rank)
+        former = self._claimed.pop(claim, None)
+        if former is not None:
+            del self._claims[former]  # one worker a rank: what a session may claim is bounded
+        displaced = self._claims.get(digest)
+        if displaced is not None:
+            del self._claimed[displaced]
+        self._claims[digest] = claim
+        self._claimed[claim] = digest
 
     def claimed_by(self, mapping: Mapping) -> SessionNumber | None:
         """The session that named this worker's token with this worker's rank."""
@@ -155,6 +171,7 @@ class Custody:
     def forget_session(self, session: SessionNumber) -> None:
         """The session is over: its claims are void, its workers wait for the next one."""
         self._claims = {d: c for d, c in self._claims.items() if c.session != session}
+        self._claimed = {c: d for d, c in self._claims.items()}
         for mapping in self.mappings.values():
             if mapping.session == session:
                 mapping.session = None
@@ -226,7 +243,9 @@ class Custody:
         """The worker is proven gone: it writes nothing and maps nothing."""
         del self.mappings[mapping.id]
         del self._by_token[mapping.token_digest]
-        self._claims.pop(mapping.token_digest, None)
+        claim = self._claims.pop(mapping.token_digest, None)
+        if claim is not None:
+            del self._claimed[claim]
         self._spent[mapping.token_digest] = None
         while len(self._spent) > _MAX_SPENT_TOKENS:
             self._spent.popitem(last=False)

@@ -39,6 +39,7 @@ from kvhost_server.room import Surveyor
 from kvhost_server.service import CacheService
 from kvhost_server.sizing import plan_pool
 from kvhost_server.sockets import SocketFile, SocketLock
+from kvhost_server.tcp import remote_server
 from kvhost_server.units import format_size
 
 GRACE_S = 1.0
@@ -57,14 +58,15 @@ _SERVER_OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 100),
     ("grpc.http2.max_ping_strikes", 0),
+    # A connection on which nobody speaks is a descriptor less for everybody; the default is two minutes.
+    ("grpc.server_handshake_timeout_ms", 5000),
 )
 
 log = logging.getLogger(__name__)
 
 
 class Orders:
-    """The manager's outbox: hands each order to the part that carries it out. Parts are set once all
-    exist."""
+    """The manager's outbox: hands each order to the part that carries it out. Set them once they exist."""
 
     handover: HandoverServer
     service: CacheService
@@ -142,6 +144,9 @@ class Daemon:
         for file in files:
             self._ends.callback(file.remove)
         self._servers = [server for server, _ in servers]
+        if config.tcp is not None:
+            remote = remote_server(config.tcp, self._admin, self._service, self._health, _SERVER_OPTIONS)
+            self._servers.append(remote)
         for server, file in servers:
             file.bind(partial(server.add_insecure_port, file.grpc_target))
         handover_file.bind(partial(self._handover.listen, config.handover_socket))
@@ -240,6 +245,8 @@ class Daemon:
         began = time.monotonic()
         await self._pool.populate(self._manager.segment_ready)
         self._manager.pool_ends_at(self._pool.segments)
+        if self._stop.is_set():
+            return
         log.info(
             "serving: %s populated in %.1f s%s",
             format_size(self._pool.capacity_bytes),
@@ -305,8 +312,7 @@ def _connections_for(segments: int) -> int:
     if left < _FEWEST_CONNECTIONS * 2:
         raise StartupError(
             f"{segments} segments and {_FEWEST_CONNECTIONS} connections need more open files than the "
-            "hard limit of "
-            f"{hard} allows; raise it (LimitNOFILE), or give a larger --segment-size",
+            f"hard limit of {hard} allows; raise it (LimitNOFILE), or give a larger --segment-size",
             ExitCode.CONFIG,
         )
     return min(MOST_CONNECTIONS, left // 2)

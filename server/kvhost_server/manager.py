@@ -7,6 +7,7 @@ state), attachment.py (who has mapped what), reading.py and writing.py (what
 engines ask), stewardship.py (what people ask), slots.py, lending.py, custody.py.
 """
 
+import hashlib
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +26,7 @@ from kvhost_server.stewardship import reset_namespace
 from kvhost_server.writing import Writing
 
 MAX_SESSIONS = 1024
+MAX_UNFINISHED = 64
 
 
 class Manager:
@@ -97,7 +99,8 @@ class Manager:
         """A scheduler proved who it is. An older session of the same engine ends.
 
         Raises:
-            Refused: too many sessions, or the instance is another user's.
+            Refused: too many sessions, too many of this engine that are not proven over, or the instance is
+                another user's.
         """
         for old in [
             s for s in self.books.sessions.values() if s.identity.instance_id == identity.instance_id
@@ -106,6 +109,17 @@ class Manager:
                 raise Refused(Code.PERMISSION_DENIED, "this engine instance belongs to another user")
             self.books.anomalies["session_replaced"] += 1
             self.end_session(old.number, "a newer session of the same engine was opened")
+        unfinished = {
+            q.session
+            for q in self.books.custody.quarantines
+            if q.identity.instance_id == identity.instance_id
+        }
+        if len(unfinished) >= MAX_UNFINISHED:
+            raise Refused(
+                Code.RESOURCE_EXHAUSTED,
+                f"{len(unfinished)} earlier sessions of this engine still wait for its workers to be proven "
+                "quiet; end the workers that hang",
+            )
         if len(self.books.sessions) >= MAX_SESSIONS:
             raise Refused(Code.RESOURCE_EXHAUSTED, f"{MAX_SESSIONS} sessions are open, which is the limit")
         self._last_session += 1
@@ -113,7 +127,7 @@ class Manager:
             SessionNumber(self._last_session), secrets.token_bytes(16), identity, label, self.books.clock()
         )
         self.books.sessions[session.number] = session
-        self._by_secret[session.secret] = session
+        self._by_secret[_digest(session.secret)] = session
         self.books.counters["sessions_opened"] += 1
         return session
 
@@ -123,7 +137,7 @@ class Manager:
         Raises:
             Refused: there is none (any more).
         """
-        session = self._by_secret.get(secret)
+        session = self._by_secret.get(_digest(secret))
         if session is None:
             raise Refused(
                 Code.NOT_FOUND, "no such session: it ended, or belongs to another daemon; open a new one"
@@ -139,7 +153,7 @@ class Manager:
         session = self.books.sessions.pop(number, None)
         if session is None:
             raise Refused(Code.NOT_FOUND, f"session {number} is not open")
-        del self._by_secret[session.secret]
+        del self._by_secret[_digest(session.secret)]
         if session.namespace is not None:
             session.namespace.sessions.discard(number)
         slots = self._abandon(session)
@@ -322,3 +336,8 @@ class Manager:
             # Even without holds: a fence makes workers refuse jobs of the ended session.
             self.books.quarantine(session, namespace, slots, read)
         return self.books.quarantined(session)
+
+
+def _digest(secret: bytes) -> bytes:
+    # Looking a digest up tells nothing about the secret by its timing.
+    return hashlib.sha256(secret).digest()

@@ -160,6 +160,8 @@ class Connection:
                 packet = packets.receive(self._socket)
             except BlockingIOError:
                 return
+            except ConnectionResetError:
+                continue  # told once, when it closed with packets of ours unread; its own are behind that
             except OSError:
                 packet = Packet(b"", 0)  # a broken connection ends as any other
             if not packet.data:

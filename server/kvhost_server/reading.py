@@ -1,5 +1,6 @@
 """Finding and holding chunks: lookup, pin, release, touch."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -85,6 +86,23 @@ class Reading:
             namespace.counters["hit_chunks"] += len(slots)
             return ChainAnswer(bytes(found))
         return self._pin(session, namespace, slots, bytes(found))
+
+    def advise(self, namespace: Namespace, semantics: int, packed: bytes) -> ChainAnswer:
+        """Which keys of one chain are stored now, for somebody without a session. Nothing is held."""
+        size = namespace.spec.layout.key_bytes
+        index = namespace.table.index
+        writing = self._books.writing.get(namespace.number, Counter())
+        self._books.counters["advised_chunks"] += len(packed) // size
+        found = bytearray()
+        for start in range(0, len(packed), size):
+            key = ChunkKey(packed[start : start + size])
+            if key in index:
+                found.append(Found.YES)
+                continue
+            found.append(Found.BEING_WRITTEN if key in writing else Found.NO)
+            if semantics == Semantics.PREFIX:
+                break
+        return ChainAnswer(bytes(found))
 
     def release(self, session: Session, pin: PinId) -> None:
         """Gives one hold back, once.

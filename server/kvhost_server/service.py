@@ -6,8 +6,8 @@ bounded queues that collapse instead of growing.
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any, Protocol
 
 import grpc
@@ -16,6 +16,13 @@ from kvhost_proto.v1 import cache_pb2, cache_pb2_grpc, common_pb2
 from kvhost_server.errors import Code, Refused
 from kvhost_server.identity import Identity
 from kvhost_server.ids import ChunkKey, NamespaceNumber, PinId, SessionNumber, StoreId
+from kvhost_server.lookups import (
+    answer_at_once,
+    answer_in_slices,
+    check_chain,
+    check_lookup,
+    check_update,
+)
 from kvhost_server.manager import Manager
 from kvhost_server.namespace import Namespace
 from kvhost_server.notices import Cleared, Ended, Evicted, KeyEvent, Notice, Resync, Stored
@@ -23,14 +30,16 @@ from kvhost_server.reading import MAX_KEYS_PER_CALL, ChainAnswer
 from kvhost_server.sessions import Session
 from kvhost_server.stewardship import namespace_named
 from kvhost_server.version import PROTOCOL_MAJOR, version_message
-from kvhost_server.wire import answers, chunk_of, notice_message, pack, refuse, spec_of
+from kvhost_server.wire import MAX_RANKS, answers, chunk_of, notice_message, pack, printable, refuse, spec_of
 
 logger = logging.getLogger(__name__)
 
-MAX_ITEMS_PER_UPDATE = 65536
+MAX_WATCHERS = 256
 _MAX_LABEL = 256
+_MAX_PROGRAM = 64
 _MAX_QUEUED_NOTICES = 1024
 _MAX_QUEUED_WATCH_EVENTS = 4096
+_MAX_QUEUED_KEY_BYTES = 16 << 20
 _KEYS_PER_SLICE = 4096
 _KEYS_PER_WATCH_EVENT = 1024
 
@@ -50,10 +59,11 @@ class NoticeQueue:
 
     def __init__(self) -> None:
         self._notices: deque[cache_pb2.Notice | Ended] = deque()
+        self._key_bytes = 0
         self._wake = asyncio.Event()
 
     def put(self, notice: cache_pb2.Notice | Ended) -> None:
-        if len(self._notices) >= _MAX_QUEUED_NOTICES:
+        if len(self._notices) >= _MAX_QUEUED_NOTICES or self._key_bytes > _MAX_QUEUED_KEY_BYTES:
             kept = [n for n in self._notices if isinstance(n, Ended) or not n.HasField("removed")][-16:]
             resync = notice_message(Resync())
             # A client ends a session whose notices are not of its daemon's boot (I6).
@@ -61,14 +71,22 @@ class NoticeQueue:
             if stamped is not None:
                 resync.stamp.CopyFrom(stamped.stamp)
             self._notices = deque([resync, *kept])
+            self._key_bytes = 0
         self._notices.append(notice)
+        self._key_bytes += _removed_bytes(notice)
         self._wake.set()
 
     async def get(self) -> cache_pb2.Notice | Ended:
         while not self._notices:
             self._wake.clear()
             await self._wake.wait()
-        return self._notices.popleft()
+        notice = self._notices.popleft()
+        self._key_bytes -= _removed_bytes(notice)
+        return notice
+
+
+def _removed_bytes(notice: cache_pb2.Notice | Ended) -> int:
+    return 0 if isinstance(notice, Ended) else len(notice.removed.keys)
 
 
 class CacheService(cache_pb2_grpc.CacheServicer):
@@ -88,7 +106,6 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         self._streams: dict[SessionNumber, NoticeQueue] = {}
         self._watchers: set[_Watcher] = set()
         self._with_events: set[NamespaceNumber] = set()
-        self._sequences: dict[NamespaceNumber, int] = {}
         self._chores_run = False
 
     # What the manager orders.
@@ -149,10 +166,10 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         self, request: cache_pb2.OpenSessionRequest, context: Any
     ) -> AsyncIterator[cache_pb2.Notice]:
         if request.version.major != PROTOCOL_MAJOR:
-            ours = version_message()
+            ours, program = version_message(), request.version.program[:_MAX_PROGRAM]
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"the client {request.version.program!r} speaks protocol {request.version.major}."
+                f"the client {program!r} speaks protocol {request.version.major}."
                 f"{request.version.minor}, this daemon {ours.program!r} speaks {ours.major}.{ours.minor}",
             )
         identity = self._doorkeeper.redeem(request.ticket)
@@ -163,7 +180,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             )
             return
         try:
-            session = self._manager.open_session(identity, request.label[:_MAX_LABEL])
+            session = self._manager.open_session(identity, printable(request.label, _MAX_LABEL))
         except Refused as refused:
             await refuse(context, refused)
         number = session.number
@@ -197,6 +214,10 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         self, request: cache_pb2.DeclareNamespaceRequest
     ) -> cache_pb2.DeclareNamespaceReply:
         session = self._manager.session(request.session_id)
+        if len(request.workers) > MAX_RANKS:
+            raise Refused(
+                Code.INVALID_ARGUMENT, f"{len(request.workers)} tokens were named; allowed are {MAX_RANKS}"
+            )
         tokens = [(worker.rank, worker.token) for worker in request.workers]
         namespace, existed = self._manager.declare(session, spec_of(request.spec), tokens)
         logger.info(
@@ -220,20 +241,15 @@ class CacheService(cache_pb2_grpc.CacheServicer):
 
     @answers
     async def Lookup(self, request: cache_pb2.LookupRequest) -> cache_pb2.LookupReply:
+        if request.namespace:
+            return await self._lookup_without_session(request)
         session = self._manager.session(request.session_id)
-        asked = sum(len(c.keys) // max(1, c.key_bytes) for q in request.queries for c in q.chains)
-        if asked > MAX_KEYS_PER_CALL:
-            raise Refused(
-                Code.RESOURCE_EXHAUSTED,
-                f"{asked} keys in one lookup; allowed are {MAX_KEYS_PER_CALL}: ask in pages",
-            )
-        found = [
-            cache_pb2.LookupAnswer(
-                tag=query.tag,
-                chains=[await self._lookup_chain(session, chain, request.pin) for chain in query.chains],
-            )
-            for query in request.queries
-        ]
+        check_lookup(request, self._books.namespace_of(session))
+
+        def ask(chain: cache_pb2.Chain, keys: bytes) -> ChainAnswer:
+            return self._manager.reading.lookup(session, chain.group, chain.semantics, keys, request.pin)
+
+        found = await (answer_at_once if request.pin else answer_in_slices)(request, ask)
         self._tell_soon(session)
         return cache_pb2.LookupReply(stamp=self._stamp(session), answers=found)
 
@@ -261,11 +277,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
     async def Update(self, request: cache_pb2.UpdateRequest) -> cache_pb2.UpdateReply:
         manager = self._manager
         session = manager.session(request.session_id)
-        items = len(request.assigns) + len(request.commits) + len(request.aborts) + len(request.releases)
-        if items > MAX_ITEMS_PER_UPDATE:
-            raise Refused(
-                Code.RESOURCE_EXHAUSTED, f"{items} items in one update; allowed are {MAX_ITEMS_PER_UPDATE}"
-            )
+        check_update(request)
         reply = cache_pb2.UpdateReply()
         reading, writing = manager.reading, manager.writing
 
@@ -297,7 +309,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
                 fault("ITEM_KIND_COMMIT", store.store_id, refused)
         for chain in request.touches:
             try:
-                reading.touch(session, chain.group, chain.keys)
+                await self._touch(session, chain)
             except Refused as refused:
                 fault("ITEM_KIND_TOUCH", chain.group, refused)
         reply.stamp.CopyFrom(self._stamp(session))
@@ -314,8 +326,10 @@ class CacheService(cache_pb2_grpc.CacheServicer):
 
     async def Watch(
         self, request: cache_pb2.WatchRequest, context: Any
-    ) -> AsyncIterator[cache_pb2.WatchEvent]:
+    ) -> AsyncGenerator[cache_pb2.WatchEvent, None]:
         try:
+            if len(self._watchers) >= MAX_WATCHERS:
+                raise Refused(Code.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} watches are open, which is the limit")
             only = namespace_named(self._books, request.namespace) if request.namespace else None
         except Refused as refused:
             await refuse(context, refused)
@@ -326,13 +340,13 @@ class CacheService(cache_pb2_grpc.CacheServicer):
                 watcher.gaps.add(namespace.number)
             while True:
                 while watcher.gaps:
-                    namespace = self._books.namespaces.get(watcher.gaps.pop())
-                    for event in self._snapshot(namespace) if namespace is not None else ():
-                        yield event
-                    # Events from here on stand in the queue, behind the snapshot.
+                    known = self._books.namespaces.get(watcher.gaps.pop())
+                    # Made page by page; events since it began stand in the queue.
+                    for event in self._snapshot(known) if known is not None else ():
+                        yield watcher.numbered(event)
                 following = await watcher.next()
                 if following is not None:
-                    yield following
+                    yield watcher.numbered(following)
         finally:
             self._watchers.discard(watcher)
 
@@ -352,31 +366,31 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             quarantined = self._manager.end_session(number, why)
             logger.info("session %d ended: %s; %d slots quarantined", number, why, quarantined)
 
-    async def _lookup_chain(
-        self, session: Session, chain: cache_pb2.Chain, pin: bool
-    ) -> cache_pb2.ChainAnswer:
-        keys, prefix = chain.keys, chain.semantics == common_pb2.SEMANTICS_PREFIX
-        if chain.semantics not in (common_pb2.SEMANTICS_PREFIX, common_pb2.SEMANTICS_SET):
+    async def _lookup_without_session(self, request: cache_pb2.LookupRequest) -> cache_pb2.LookupReply:
+        """What is stored, for routers: advice, which holds nothing and is no hit of any engine."""
+        if request.session_id or request.pin:
             raise Refused(
-                Code.INVALID_ARGUMENT, f"semantics {chain.semantics}; allowed are 1 (prefix) and 2 (set)"
+                Code.INVALID_ARGUMENT,
+                "a lookup names a session or a namespace, and only a session can pin; leave the other out",
             )
+        namespace = namespace_named(self._books, request.namespace)
+        check_lookup(request, namespace)
+
+        def ask(chain: cache_pb2.Chain, keys: bytes) -> ChainAnswer:
+            return self._manager.reading.advise(namespace, chain.semantics, keys)
+
+        found = await answer_in_slices(request, ask)
+        stamp = common_pb2.Stamp(boot_id=self._books.boot_id, generation=namespace.generation)
+        return cache_pb2.LookupReply(stamp=stamp, answers=found)
+
+    async def _touch(self, session: Session, chain: cache_pb2.Chain) -> None:
+        """Tail first, so that the head ends up newest; others may have their turn in between."""
+        check_chain(chain, self._books.namespace_of(session))
         step = _KEYS_PER_SLICE * max(1, chain.key_bytes)
-        if pin or len(keys) <= step:  # pins of one chain have ids that follow each other
-            answer = self._manager.reading.lookup(session, chain.group, chain.semantics, keys, pin)
-        else:
-            found = b""
-            for start in range(0, len(keys), step):
-                part = self._manager.reading.lookup(
-                    session, chain.group, chain.semantics, keys[start : start + step], False
-                )
-                found += part.found
-                if prefix and not part.found.endswith(b"\x01"):
-                    break
-                await asyncio.sleep(0)  # others may have their turn
-            answer = ChainAnswer(found)
-        return cache_pb2.ChainAnswer(
-            found=answer.found, slots=answer.slots, first_pin_id=answer.first_pin, checksums=answer.checksums
-        )
+        for start in reversed(range(0, len(chain.keys), step)):
+            self._manager.reading.touch(session, chain.group, chain.keys[start : start + step])
+            if len(chain.keys) > step:
+                await asyncio.sleep(0)
 
     def _tell_soon(self, session: Session) -> None:
         if session.namespace is not None and session.namespace.events:
@@ -431,7 +445,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         return told
 
     def _watch_event(self, namespace: Namespace, run: list[KeyEvent]) -> cache_pb2.WatchEvent:
-        event = self._numbered(namespace)
+        event = self._event(namespace)
         stored = [(e.key, e.parent) for e in run if isinstance(e, Stored)]
         if stored:
             self._fill(event, namespace, stored)
@@ -440,22 +454,17 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             event.removed.keys = b"".join(e.key for e in run if isinstance(e, Evicted))
         return event
 
-    def _snapshot(self, namespace: Namespace) -> list[cache_pb2.WatchEvent]:
-        """A gap, all keys there are now, and a mark that this was all."""
-        gap = self._numbered(namespace)
+    def _snapshot(self, namespace: Namespace) -> Iterator[cache_pb2.WatchEvent]:
+        """A gap, all keys there are when it begins, and a mark that this was all."""
+        pages = namespace.table.pages(_KEYS_PER_WATCH_EVENT)
+        gap = self._event(namespace)
         gap.gap.SetInParent()
-        told = [gap]
-        page: list[tuple[ChunkKey, ChunkKey | None]] = []
-        for entry in namespace.table.chunks():
-            page.append(entry)
-            if len(page) == _KEYS_PER_WATCH_EVENT:
-                told.append(self._fill(self._numbered(namespace), namespace, page))
-                page = []
-        if page:
-            told.append(self._fill(self._numbered(namespace), namespace, page))
-        synced = self._numbered(namespace)
+        yield gap
+        for page in pages:
+            yield self._fill(self._event(namespace), namespace, page)
+        synced = self._event(namespace)
         synced.synced.SetInParent()
-        return [*told, synced]
+        yield synced
 
     def _fill(
         self,
@@ -469,11 +478,9 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         event.stored.parents = pack((parent for _, parent in stored), size)
         return event
 
-    def _numbered(self, namespace: Namespace) -> cache_pb2.WatchEvent:
-        sequence = self._sequences.get(namespace.number, 0) + 1
-        self._sequences[namespace.number] = sequence
+    def _event(self, namespace: Namespace) -> cache_pb2.WatchEvent:
         stamp = common_pb2.Stamp(boot_id=self._books.boot_id, generation=namespace.generation)
-        return cache_pb2.WatchEvent(stamp=stamp, namespace_number=namespace.number, sequence=sequence)
+        return cache_pb2.WatchEvent(stamp=stamp, namespace_number=namespace.number)
 
 
 class _Watcher:
@@ -483,25 +490,47 @@ class _Watcher:
         self.only = only
         self.gaps: set[NamespaceNumber] = set()
         self._events: deque[tuple[NamespaceNumber, cache_pb2.WatchEvent]] = deque()
+        self._bytes = 0
+        self._sequences: Counter[int] = Counter()
         self._wake = asyncio.Event()
 
     def put(self, namespace: NamespaceNumber, events: list[cache_pb2.WatchEvent]) -> None:
         if namespace in self.gaps:
             return  # a snapshot will tell
-        if len(self._events) + len(events) > _MAX_QUEUED_WATCH_EVENTS:
+        more = sum(map(_key_bytes, events))
+        if (
+            len(self._events) + len(events) > _MAX_QUEUED_WATCH_EVENTS
+            or self._bytes + more > _MAX_QUEUED_KEY_BYTES
+        ):
             self.lost(namespace)
             return
+        self._bytes += more
         self._events.extend((namespace, event) for event in events)
         self._wake.set()
 
     def lost(self, namespace: NamespaceNumber) -> None:
         self.gaps.add(namespace)
         self._events = deque((n, e) for n, e in self._events if n != namespace)
+        self._bytes = sum(_key_bytes(event) for _, event in self._events)
         self._wake.set()
+
+    def numbered(self, event: cache_pb2.WatchEvent) -> cache_pb2.WatchEvent:
+        """The event with its number among those of its namespace on this stream: one more each time."""
+        self._sequences[event.namespace_number] += 1
+        event.sequence = self._sequences[event.namespace_number]
+        return event
 
     async def next(self) -> cache_pb2.WatchEvent | None:
         """The next event; None when a snapshot is due first."""
         while not self._events and not self.gaps:
             self._wake.clear()
             await self._wake.wait()
-        return None if self.gaps else self._events.popleft()[1]
+        if self.gaps:
+            return None
+        _, event = self._events.popleft()
+        self._bytes -= _key_bytes(event)
+        return event
+
+
+def _key_bytes(event: cache_pb2.WatchEvent) -> int:
+    return len(event.stored.keys) + len(event.stored.parents) + len(event.removed.keys)

@@ -186,29 +186,44 @@ class ChunkTable:
         """Whether any of these rows has a free slot."""
         return not self._rows_with_free.isdisjoint(rows)
 
-    def chunks(self) -> Iterator[tuple[ChunkKey, ChunkKey | None]]:
-        """Every key in the index with its parent, as of now."""
-        for key, slot in list(self.index.items()):
-            yield key, self.parent(slot)
+    def pages(self, size: int) -> Iterator[list[tuple[ChunkKey, ChunkKey | None]]]:
+        """Every key that is in the index now with its parent, `size` at a time, at any pace.
+
+        A key that leaves meanwhile is told all the same, without a parent.
+        """
+        entries = list(self.index.items())
+
+        def page(start: int) -> list[tuple[ChunkKey, ChunkKey | None]]:
+            now = self.index.get
+            return [
+                (key, self.parent(at) if now(key) == at else None)
+                for key, at in entries[start : start + size]
+            ]
+
+        return (page(start) for start in range(0, len(entries), size))
 
     # Taking, publishing, holding, freeing.
 
-    def take(self, rows: set[int], attempts: int = 64) -> SlotIndex | None:
+    def take(self, rows: set[int], tail: SlotIndex | None = None, attempts: int = 64) -> SlotIndex | None:
         """A slot to write into: a free one in one of these rows, else one whose chunk is evicted.
 
-        Returns None when nothing in these rows can be had. Chunks of other rows
-        that come first in the order of eviction are passed over, at most `attempts`.
+        What the chunk in `tail` builds on is not evicted: the new chunk continues it, and could never be
+        reached (E1). Returns None when nothing can be had. What comes first in the order of eviction and
+        must not go is passed over, at most `attempts` times.
         """
         for row in self._rows_with_free:
             if row in rows:
                 return self._grant(self._free[row][-1])
         passed: list[SlotIndex] = []
         taken = None
+        chain: set[SlotIndex] | None = None
         while len(passed) < attempts:
             victim = self.policy.victim()
             if victim is None:
                 break
-            if self.row_of(victim) in rows:
+            if chain is None and tail is not None and self._children[victim]:
+                chain = self._chain_to(tail)
+            if self.row_of(victim) in rows and (chain is None or victim not in chain):
                 self.evict(victim)
                 taken = self._grant(victim)
                 break
@@ -340,6 +355,14 @@ class ChunkTable:
         self._now = now if now > self._now else self._now + 1
         self._stamp[slot] = self._now
         self.row_used_at[self.row_of(slot)] = self._now
+
+    def _chain_to(self, slot: int) -> set[SlotIndex]:
+        """This chunk and all that it builds on."""
+        chain: set[SlotIndex] = set()
+        while slot >= 0:
+            chain.add(SlotIndex(slot))
+            slot = self._parent[slot]
+        return chain
 
     def _builds_on(self, slot: int, other: SlotIndex) -> bool:
         while slot >= 0 and slot != other:

@@ -19,6 +19,8 @@ MAX_KEY_BYTES = 256
 MAX_GROUPS = 256
 MAX_PARTS = 256
 MAX_TEXT = 65536
+MAX_SPEC_BYTES = 256 << 10
+_LONGEST_REFUSAL = 1000
 
 _STATUS = {code.value[0]: code for code in grpc.StatusCode}
 _Self = TypeVar("_Self")
@@ -44,7 +46,8 @@ def answers(
 
 async def refuse(context: Any, refused: Refused) -> NoReturn:
     """Ends a call with the status and the sentence of a refusal."""
-    await context.abort(_STATUS[refused.code], refused.message)
+    # A longer one does not fit into what gRPC allows for a status: the client would see another error.
+    await context.abort(_STATUS[refused.code], refused.message[:_LONGEST_REFUSAL])
     raise AssertionError("abort returned")
 
 
@@ -55,6 +58,7 @@ def spec_of(message: common_pb2.NamespaceSpec) -> NamespaceSpec:
         Refused: a number or text outside what is allowed; the message says which.
     """
     layout = message.layout
+    _within("bytes of the namespace's description", message.ByteSize(), 0, MAX_SPEC_BYTES)
     _within("layout.shard_bytes", layout.shard_bytes, 1, MAX_SHARD_BYTES)
     _within("layout.ranks", layout.ranks, 1, MAX_RANKS)
     _within("layout.key_bytes", layout.key_bytes, 8, MAX_KEY_BYTES)
@@ -121,6 +125,11 @@ def notice_message(notice: Notice) -> cache_pb2.Notice:
             return cache_pb2.Notice(resync=cache_pb2.Resync())
         case Ended(why):
             return cache_pb2.Notice(going_down=cache_pb2.GoingDown(reason=why))
+
+
+def printable(text: str, longest: int) -> str:
+    """A peer's words for people: one line, nothing that would move a cursor or forge a log record."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[:longest])
 
 
 def pack(keys: Iterable[ChunkKey | None], key_bytes: int) -> bytes:

@@ -188,7 +188,7 @@ class Writing:
         parent = namespace.table.index.get(chunk.parent) if chunk.parent else None
         if parent is not None:
             namespace.table.hold(parent)
-        slot = self._attachment.take(session, namespace)
+        slot = self._attachment.take(session, namespace, parent)
         if parent is not None:
             namespace.table.let_go(parent)
         if slot is None:
@@ -215,7 +215,10 @@ class Writing:
     def _no_space(self, namespace: Namespace) -> str:
         self._books.counters["no_space"] += 1
         slots = namespace.table.slots
-        return f"no slot can be had: all {slots} slots of the namespace are held, and no segment is free"
+        return (
+            f"no slot can be had: all {slots} slots of the namespace are held, or hold what the chunk "
+            "continues, and no segment is free"
+        )
 
     def _recall_others(self, session: Session, namespace: Namespace) -> None:
         now = self._books.clock()

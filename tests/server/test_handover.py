@@ -276,6 +276,16 @@ class TestProof:
         worker.send(BYE)
         await wait_for_async(lambda: workers.calls[-1] == ("ended", 1))
 
+    async def test_bye_counts_though_our_packets_were_not_read(
+        self, server: HandoverServer, worker: RawClient, workers: Workers
+    ) -> None:
+        """Closing a socket with unread packets resets the connection; what was sent before still stands."""
+        server.offer(MappingId(1), assignments(1))
+        server.fence(MappingId(1), 1, SessionNumber(2), [])
+        worker.send(BYE)
+        worker.close()
+        await wait_for_async(lambda: workers.calls[-1] == ("ended", 1))
+
     async def test_end_of_file_proves_nothing_while_the_process_lives(
         self, server: HandoverServer, worker: RawClient, workers: Workers
     ) -> None:
