@@ -417,8 +417,11 @@ def test_a_touched_chain_outlives_the_other(world: World) -> None:
 
 def test_a_prompt_larger_than_the_pool_keeps_its_head(world: World) -> None:
     engine = world.engine()
-    stored = engine.store(chain("a", 40))
-    assert stored >= 16
+    assert engine.store(chain("a", 40)) == 16
+    assert engine.lookup(chain("a", 40)) == 16
+    # What is stored next takes the tail, not the head.
+    assert engine.store(chain("b", 4)) == 4
+    assert engine.lookup(chain("a", 40)) == 12
     world.check()
 
 
