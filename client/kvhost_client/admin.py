@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2
 
 from kvhost_client import probe
 from kvhost_client.channel import named, open_channel, unary
-from kvhost_client.errors import Unavailable
+from kvhost_client.errors import NotFound, Unavailable
 from kvhost_client.paths import beside
 from kvhost_proto.v1 import admin_pb2
 
@@ -109,7 +109,13 @@ class AdminClient:
             response_deserializer=health_pb2.HealthCheckResponse.FromString,
         )
         request = health_pb2.HealthCheckRequest(service=service)
-        reply = self._call(check, request, "Health/Check", tries=2)
+        try:
+            reply = self._call(check, request, "Health/Check", tries=2)
+        except NotFound as error:
+            raise NotFound(
+                f"kvhostd knows no health of {service!r}; it knows that of '' (all), 'liveness', "
+                f"'kvhost.v1.Cache' and 'kvhost.v1.Admin'"
+            ) from error
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
 
     def _read(self, method: str, request: _Request, reply: type[_Reply]) -> _Reply:

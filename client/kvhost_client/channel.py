@@ -42,7 +42,6 @@ def open_channel(path: str) -> grpc.Channel:
         ("grpc.max_send_message_length", MESSAGE_LIMIT),
         ("grpc.max_receive_message_length", MESSAGE_LIMIT),
         ("grpc.initial_reconnect_backoff_ms", 50),
-        ("grpc.min_reconnect_backoff_ms", 50),
         ("grpc.max_reconnect_backoff_ms", 500),
         ("grpc.primary_user_agent", version.program().replace(" ", "/")),
     ]

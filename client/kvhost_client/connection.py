@@ -208,9 +208,11 @@ class Connection:
         if self.ended:
             return
         try:
-            method.future(request)
+            call = method.future(request)
         except ValueError:  # the channel was closed meanwhile, and the session with it
             return
+        # gRPC cancels a call that nobody refers to; the callback refers to it until its end.
+        call.add_done_callback(lambda done: None)
 
     def enter_namespace(self, stamp: common_pb2.Stamp) -> None:
         """The session has another namespace from here on; its generations are not those of the last one."""
@@ -303,7 +305,7 @@ class Connection:
             if not self._opened.is_set():
                 foreign = isinstance(error, FailedPrecondition)
                 self._failure = VersionMismatch(str(error)) if foreign else error
-            reason = str(error)
+            reason = failed.details() or str(error)
         except KVHostError as error:
             self._failure = error
             reason = str(error)

@@ -13,6 +13,7 @@ from rich.table import Table
 from kvhost_proto.v1 import admin_pb2, common_pb2
 
 _WIDTH_IN_PIPES = 160
+_COUNTERS_ABREAST = 3
 
 
 def plain(value: Any) -> Any:
@@ -206,9 +207,15 @@ def _sessions(console: Console, all_of_them: Sequence[admin_pb2.SessionStatus]) 
 
 
 def _counters(console: Console, title: str, counts: Mapping[str, int]) -> None:
-    table = _table(title, "count", numbers=("count",))
-    for name, count in sorted(counts.items()):
-        table.add_row(name, str(count))
+    """Names and counts, several beside each other, in alphabetical order downwards."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for _ in range(_COUNTERS_ABREAST):
+        table.add_column(title)
+        table.add_column("count", justify="right")
+    names = sorted(counts)
+    height = -(-len(names) // _COUNTERS_ABREAST)
+    for row in range(height):
+        table.add_row(*(text for name in names[row::height] for text in (name, str(counts[name]))))
     console.print(table)
 
 

@@ -124,7 +124,9 @@ def test_another_number_of_answers_is_not_believed() -> None:
     [
         cache_pb2.ReserveReply(store_ids=[1, 2, 3], slots=[1, 2, 3]),
         cache_pb2.ReserveReply(store_ids=[1], slots=[]),
-        cache_pb2.ReserveReply(chunk_status=[1], chunk_store_ids=[1], chunk_slots=[1]),
+        cache_pb2.ReserveReply(
+            chunk_status=[cache_pb2.RESERVE_STATUS_RESERVED], chunk_store_ids=[1], chunk_slots=[1]
+        ),
     ],
 )
 def test_a_reserve_answer_that_does_not_fit_is_not_believed(reply: cache_pb2.ReserveReply) -> None:

@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -225,7 +226,7 @@ def test_no_descriptor_is_left_by_any_of_this(handover: FakeHandover) -> None:
         lambda peer: peer.segments(1, 2, descriptors=[file]),
         lambda peer: peer.refuse(7, "no"),
     ):
-        thread = serve(handover, lambda peer, act=act: (act(peer), peer.expect_end(), peer.close()))
+        thread = serve(handover, partial(act_and_hang_up, act))
         with contextlib.suppress(KVHostError):
             client.fetch_ticket(handover.path, INSTANCE, 2.0)
         thread.join()
@@ -271,6 +272,12 @@ def test_at_the_limit_of_open_files_the_error_says_so(handover: FakeHandover) ->
     assert kind == "HandoverFailed"
     assert "ulimit -n" in sentence
     assert left == 0
+
+
+def act_and_hang_up(act: Callable[[FakePeer], object], peer: FakePeer) -> None:
+    act(peer)
+    peer.expect_end()
+    peer.close()
 
 
 class TestWrongPairing:
