@@ -328,10 +328,18 @@ def _make_segment(index: int, plan: Plan) -> int:
 
 
 def _zero(fd: int, size: int) -> None:
-    """Overwrites a segment with zeros; a megabyte at a time, so that the loop's thread gets its turn."""
-    offset = 0
-    while offset < size:
-        offset += os.pwrite(fd, _ZEROS[: size - offset], offset)
+    """Overwrites a segment with zeros; a megabyte at a time, so that the loop's thread gets its turn.
+
+    A descriptor that was sent shares its flags with all its receivers: one that set O_APPEND would make every
+    write fail. So it is opened anew.
+    """
+    own = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        offset = 0
+        while offset < size:
+            offset += os.pwrite(own, _ZEROS[: size - offset], offset)
+    finally:
+        os.close(own)
 
 
 def _free(segment: _Segment) -> None:

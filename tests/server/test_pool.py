@@ -194,6 +194,17 @@ async def test_a_segment_is_zeroed_without_a_hole_before_it_is_called_clean(pool
     assert clean == [(2, bytes(SIZE), SIZE)]
 
 
+async def test_flags_that_a_worker_set_do_not_keep_a_segment_from_being_zeroed(pool: Pool) -> None:
+    """A descriptor that was sent is the same open file as ours: O_APPEND would send every write to its end."""
+    os.pwrite(pool.fd(1), pat("old", 1, SIZE), 0)
+    fcntl.fcntl(pool.fd(1), fcntl.F_SETFL, os.O_APPEND)
+    clean: list[int] = []
+    pool.clean(1, clean.append)
+    await wait_for_async(lambda: clean)
+    assert os.pread(pool.fd(1), SIZE, 0) == bytes(SIZE)
+    assert not pool.notes
+
+
 async def test_a_hole_is_found_told_once_and_filled(pool: Pool) -> None:
     found: list[int] = []
     watching = asyncio.create_task(pool.watch_holes(found.append, interval_s=0.01))
