@@ -102,6 +102,10 @@ class Books:
     def held(self, session: Session) -> int:
         return len(session.grants) + self.quarantined(session)
 
+    def pins_held(self, session: Session) -> int:
+        """Its pins, and those of the engine's earlier sessions whose workers are not proven quiet (I5)."""
+        return session.pin_count + self.custody.quarantined_reads(session.identity.instance_id)
+
     def quarantined(self, session: Session) -> int:
         return self.custody.quarantined_slots(session.identity.instance_id)
 

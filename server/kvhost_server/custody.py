@@ -6,7 +6,7 @@ of those workers has answered a fence or is proven ended.
 """
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -81,7 +81,10 @@ class Custody:
 
     def __init__(self, outbox: Outbox, on_release: Callable[[Quarantine], None]) -> None:
         self.mappings: dict[MappingId, Mapping] = {}
-        self.quarantines: list[Quarantine] = []
+        # A set that keeps its order. There may be one for every aborted store, hence the sums beside it.
+        self.quarantines: dict[Quarantine, None] = {}
+        self._slots_of: Counter[bytes] = Counter()
+        self._read_of: Counter[bytes] = Counter()
         self._outbox = outbox
         self._on_release = on_release
         self._last_mapping = 0
@@ -213,7 +216,9 @@ class Custody:
         )
         ids = list(store_ids)
         below = SessionNumber(0) if ids else SessionNumber(session.number + 1)
-        self.quarantines.append(entry)
+        self.quarantines[entry] = None
+        self._slots_of[session.identity.instance_id] += len(slots)
+        self._read_of[session.identity.instance_id] += len(read)
         for mapping in workers:
             mapping.last_fence += 1
             mapping.open_fences[mapping.last_fence] = entry
@@ -224,7 +229,12 @@ class Custody:
         return entry
 
     def quarantined_slots(self, instance_id: bytes) -> int:
-        return sum(len(q.slots) for q in self.quarantines if q.identity.instance_id == instance_id)
+        """Slots that this engine's workers may still write."""
+        return self._slots_of[instance_id]
+
+    def quarantined_reads(self, instance_id: bytes) -> int:
+        """Holds on chunks that this engine's workers may still read for sessions that are over."""
+        return self._read_of[instance_id]
 
     def fenced(self, mapping: Mapping, fence: int) -> None:
         """A worker answered: everything ordered up to this fence is done.
@@ -258,9 +268,14 @@ class Custody:
             self._released(entry)
 
     def _released(self, entry: Quarantine) -> None:
-        if entry in self.quarantines:
-            self.quarantines.remove(entry)
-            self._on_release(entry)
+        if entry not in self.quarantines:
+            return
+        del self.quarantines[entry]
+        for kept, slots in ((self._slots_of, entry.slots), (self._read_of, entry.read)):
+            kept[entry.identity.instance_id] -= len(slots)
+            if not kept[entry.identity.instance_id]:
+                del kept[entry.identity.instance_id]
+        self._on_release(entry)
 
 
 def _digest(token: bytes) -> bytes:

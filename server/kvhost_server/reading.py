@@ -65,7 +65,7 @@ class Reading:
         writing = self._books.writing[namespace.number]
         usable, per_row = session.usable_rows, table.slots_per_row
         anywhere = session.all_usable
-        room = self._books.bounds(session).pins - session.pin_count if pin else len(packed)
+        room = self._books.bounds(session).pins - self._books.pins_held(session) if pin else len(packed)
         found = bytearray()
         slots: list[SlotIndex] = []
         for start in range(0, len(packed), size):

@@ -152,13 +152,20 @@ class Writing:
         """Gives a slot back unpublished; quarantined while one of these ranks may still write it.
 
         Raises:
-            Refused: not a grant of this session.
+            Refused: not a grant of this session, or a rank that the layout has not.
         """
         grant = session.grants.get(store)
         if grant is None:
             self._books.anomalies["stale_abort"] += 1
             raise Refused(
                 Code.NOT_FOUND, f"store {store} is not held by this session: ended before, or not its own"
+            )
+        ranks = grant.namespace.spec.layout.ranks
+        if any(rank >= ranks for rank in unquiet_ranks):
+            # Nobody would be asked, and the slot reused under whoever was meant (I4).
+            raise Refused(
+                Code.INVALID_ARGUMENT,
+                f"rank {max(unquiet_ranks)} was called unquiet; the layout has ranks 0 to {ranks - 1}",
             )
         self._books.end_grant(session, store, grant)
         if grant.key is not None:

@@ -1,5 +1,7 @@
 """What the manager promises, invariant by invariant (docs/design.md, section 4)."""
 
+import time
+
 import pytest
 
 from kvhost_server.books import ServiceState
@@ -188,6 +190,46 @@ def test_a_stuck_reader_keeps_its_chunk_readable_and_not_evictable(world: World)
 
 
 # I5: holds belong to an owner
+
+
+def test_pins_of_earlier_sessions_count_until_their_workers_are_quiet(world: World) -> None:
+    engine = world.engine()
+    engine.store(chain("a", 16))
+    assert len(engine.pin(chain("a", 16))) == 8
+    for _ in range(3):
+        engine.open()
+        assert not engine.pin(chain("a", 16)[8:])
+    world.settle()
+    assert len(engine.pin(chain("a", 16)[8:])) == 8
+    world.check()
+
+
+def test_an_abort_that_names_no_rank_of_ours_is_refused(world: World) -> None:
+    engine = world.engine()
+    (store,) = engine.reserve([key("a")])
+    refused(Code.INVALID_ARGUMENT, world.manager.writing.abort, engine.session, store, [1])
+    world.manager.writing.abort(engine.session, store, [0])
+    assert world.books.quarantined(engine.session) == 1
+    world.settle()
+    assert not world.books.quarantined(engine.session)
+    world.check()
+
+
+def test_many_quarantines_cost_no_more_than_few() -> None:
+    """One entry for every aborted store: no sum over all of them, and no search through them."""
+    world = World(segments=64, slots=256)
+    engine = world.engine()
+    for i in range(4000):
+        world.settle(fences=False)
+        (store,) = engine.reserve([key(i)])
+        world.manager.writing.abort(engine.session, store, [0])
+    began = time.perf_counter()
+    for _ in range(100):
+        engine.grants(1)
+    world.manager.worker_ended(engine.workers[0])
+    assert time.perf_counter() - began < 0.25
+    assert not world.books.custody.quarantines
+    world.check()
 
 
 def test_foreign_and_second_releases_change_nothing(world: World) -> None:
