@@ -76,6 +76,7 @@ class Connection:
         self._lock = threading.Lock()  # for a few instructions only
         self._namespaces = 0  # how often the namespace changed: stamps of earlier ones do not count
         self._reason = ""
+        self._established = False
         self._failure: KVHostError | None = None
         self._opened = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="kvhost-notices", daemon=True)
@@ -132,13 +133,14 @@ class Connection:
         _left_behind.append(self)
 
     def finish(self, reason: str) -> None:
-        """Ends the session, once; `on_end` is told unless it was closed by us."""
+        """Ends the session, once; `on_end` is told if `open` had succeeded."""
         with self._lock:
             if self._reason:
                 return
             self._reason = reason
+            tell = self._established
         self.channel.close()  # cancels the stream and every call
-        if reason != _CLOSED and self.number and self._on_end is not None:
+        if tell and self._on_end is not None:
             try:
                 self._on_end(reason)
             except Exception:
@@ -290,10 +292,12 @@ class Connection:
             raise DeadlineExceeded(f"kvhostd at {self.path} did not open a session in time")
         if self._failure is not None:
             raise self._failure
-        if self._reason:
-            raise Unavailable(f"kvhostd at {self.path} ended the session at once: {self._reason}")
         if self.boot_id != ticket.boot_id:
             raise Unavailable(f"kvhostd at {self.path} was restarted while the session was opened")
+        with self._lock:
+            self._established = not self._reason
+        if not self._established:
+            raise Unavailable(f"kvhostd at {self.path} ended the session at once: {self._reason}")
 
     def _listen(self) -> None:
         reason = "kvhostd closed its stream"

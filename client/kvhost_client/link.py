@@ -131,9 +131,11 @@ class Link:
             if session is not None:
                 self._serve(session)
                 pause = FIRST_PAUSE_S
-            elif not self._again:
-                self._wake.wait(pause)
-                pause = min(2 * pause, limit)
+            else:
+                self._wake.clear()  # the end of a session that was given up rang it
+                if not (self._again or self._closing):
+                    self._wake.wait(pause)
+                    pause = min(2 * pause, limit)
             self._wake.clear()
 
     def _open(self, declaration: Declaration) -> Session:

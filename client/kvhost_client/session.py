@@ -92,8 +92,8 @@ class Session:
 
         `instance_id` has 16 bytes and is shared with the workers of the engine; `label` is for people.
         `on_notice` is called for every notice but the first, from the session's own thread; `on_end` once,
-        with the reason, when the session ends other than by `close`. Keep both short. `breaker` learns from
-        every call, and forbids calls while it is open.
+        with the reason, when the session ends, from whichever thread ends it. Keep both short. `breaker`
+        learns from every call, and forbids calls while it is open.
 
         Raises `Unavailable`, `Refused`, `NotKVHost`, `VersionMismatch` or `DeadlineExceeded`, one sentence.
         """

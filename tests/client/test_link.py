@@ -222,6 +222,17 @@ def test_an_operator_who_ends_the_session_gets_the_next_one(daemon: Daemon, engi
     assert engine.number > first
 
 
+def test_a_session_that_its_user_gives_up_is_replaced_at_once(engine: Engine) -> None:
+    engine.wait_usable()
+    session = engine.link.session
+    assert session is not None
+    started = time.monotonic()
+    session.close()
+    wait_for(lambda: engine.link.session not in (None, session), what="the next session")
+    assert time.monotonic() - started < 0.9, "sooner than the link looks by itself"
+    assert "down: it was closed" in engine.told
+
+
 def test_a_worker_that_must_attach_again_is_named_again(daemon: Daemon, engine: Engine) -> None:
     """Its connection to a living daemon broke: the token is a new one, the session stays."""
     engine.wait_usable()
