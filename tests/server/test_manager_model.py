@@ -128,10 +128,11 @@ class ManagerModel(RuleBasedStateMachine):
         place = life.stores.pop(store)
         life.assigned.pop(store, None)
         self.memory[place] = "free"
+        unquiet = [] if quiet else range(life.engine.spec.layout.ranks)
         self._fencing(
             life,
             [] if quiet else [place],
-            lambda: life.engine.manager.writing.abort(life.engine.session, store, [] if quiet else [0, 1]),
+            lambda: life.engine.manager.writing.abort(life.engine.session, store, unquiet),
         )
 
     @rule(who=ENGINES, name=st.sampled_from("abc"), length=st.integers(1, 8))
@@ -148,6 +149,11 @@ class ManagerModel(RuleBasedStateMachine):
             place = self._place(wire)
             assert self.memory[place] == (self._namespace(life), keys[i]), "a hit is not what was stored"
             life.pins[PinId(answer.first_pin + i)] = (keys[i], place)
+        if answer.slots:
+            books, session = self.world.books, life.engine.session
+            assert books.pins_held(session) <= books.bounds(session).pins, (
+                "an engine pins more than its bound"
+            )
 
     @rule(who=ENGINES, pick=st.integers(0, 99))
     def load_and_release(self, who: int, pick: int) -> None:
@@ -371,6 +377,8 @@ class ManagerModel(RuleBasedStateMachine):
                 assert held != place, f"a slot was granted while {name!r} in it is pinned"
         self.memory[place] = f"granted {store}"
         life.stores[store] = place
+        books, session = self.world.books, life.engine.session
+        assert books.held(session) <= books.bounds(session).grants, "an engine holds more than its bound"
 
     def _give_up_stores(self, life: Life) -> list[PLACE]:
         places = list(life.stores.values())
