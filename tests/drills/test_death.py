@@ -99,7 +99,7 @@ class Cast:
         self.copying = False
         self._store()
 
-    def open(self, scheduler: Process) -> None:
+    def open(self, scheduler: Process, wait: bool = True) -> None:
         self.session = scheduler.call(
             "open",
             socket=self.daemon.socket,
@@ -108,7 +108,7 @@ class Cast:
             ranks=self.ranks,
             tokens=self.tokens,
         )
-        for worker in self.workers:
+        for worker in self.workers if wait else ():
             worker.call("mapped")
 
     def reserve(self, names: list[str]) -> None:
