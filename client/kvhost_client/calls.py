@@ -86,7 +86,9 @@ class ChainCursor:
         found = answer.found
         prefix = self.query.semantics == Semantics.PREFIX
         hits = found.count(Found.HIT)
-        complete = len(found) == asked or (prefix and 0 < len(found) <= asked and found[-1] != Found.HIT)
+        complete = len(found) == asked
+        if prefix:  # hits, then the one key that is none
+            complete = len(found) == min(hits + 1, asked) and found[:hits].count(Found.HIT) == hits
         if not complete or len(answer.slots) != (hits if pin else 0):
             raise BadReply(
                 f"kvhostd answered {asked} keys with {len(found)} results, {hits} hits and "

@@ -142,7 +142,10 @@ def command(context: click.Context, socket: str, timeout: float, as_json: bool) 
 @command.command()
 @_with_json
 def status(options: Options) -> int:
-    """The daemon, its memory, namespaces, sessions, counters and anomalies."""
+    """Everything about the daemon on one page.
+
+    Its memory, namespaces and sessions, all counters, and what should not have happened.
+    """
     with options.admin() as admin:
         reply = admin.status()
     _show(options, reply, "status")
@@ -165,7 +168,7 @@ def namespaces(options: Options) -> int:
 @command.command()
 @_with_json
 def sessions(options: Options) -> int:
-    """Which engines are connected, and what each of them holds."""
+    """Which engines are connected, and what they hold."""
     with options.admin() as admin:
         reply = admin.sessions()
     _show(options, {"sessions": reply}, "sessions")
@@ -193,7 +196,10 @@ def lookup(options: Options, keys: tuple[str, ...], namespace: str) -> int:
 @_namespace_option
 @_with_json
 def evict(options: Options, keys: tuple[str, ...], everything: bool, namespace: str) -> int:
-    """Drops chunks that nobody holds: these, or --all. Exit code 1 if some are held."""
+    """Drops chunks that nobody holds.
+
+    Those named, or --all. Exit code 1 if some are held.
+    """
     if everything == bool(keys):
         raise click.UsageError("name the chunks to evict, or say --all; one of the two.")
     with options.admin() as admin:
@@ -206,7 +212,10 @@ def evict(options: Options, keys: tuple[str, ...], everything: bool, namespace: 
 @_namespace_option
 @_with_json
 def reset(options: Options, namespace: str) -> int:
-    """Drops everything of a namespace, held or not: nobody reads it again."""
+    """Drops everything of a namespace.
+
+    Held or not: nobody reads it again.
+    """
     with options.admin() as admin:
         reply = admin.reset(namespace)
     _show(options, reply, f"{reply.dropped} chunks dropped, generation {reply.generation}")
@@ -217,9 +226,10 @@ def reset(options: Options, namespace: str) -> int:
 @click.argument("number", type=click.IntRange(min=1))
 @_with_json
 def end_session(options: Options, number: int) -> int:
-    """Ends an engine's session and takes back what it holds.
+    """Takes everything back from an engine.
 
-    What its workers may still be writing is quarantined until they prove that they have stopped.
+    Its session ends. What its workers may still be writing is quarantined until they prove that they have
+    stopped.
     """
     with options.admin() as admin:
         reply = admin.end_session(number)
@@ -231,7 +241,10 @@ def end_session(options: Options, number: int) -> int:
 @click.option("--resume", is_flag=True, help="Grant again.")
 @_with_json
 def drain(options: Options, resume: bool) -> int:
-    """Grants nothing from now on: lookups hit, nothing new is stored."""
+    """Grants nothing from now on.
+
+    What is stored can be read, and nothing new is stored, until drain --resume or the daemon's end.
+    """
     with options.admin() as admin:
         reply = admin.drain(resume=resume)
     _show(options, reply, "state")
@@ -258,7 +271,10 @@ def limits(options: Options, floor: int | None, cap: int | None, namespace: str)
 @click.argument("service", default="")
 @_with_json
 def health(options: Options, service: str) -> int:
-    """Does it serve? SERVICE may be "liveness", or "kvhost.v1.Cache". Exit code 1 if not."""
+    """Does it serve?
+
+    SERVICE may be "liveness", or "kvhost.v1.Cache". Exit code 1 if it does not.
+    """
     with options.admin() as admin:
         state = admin.health(service)
     _show(options, {"service": service, "status": state}, state)

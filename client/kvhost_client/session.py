@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvhost_client import calls
@@ -18,6 +17,7 @@ from kvhost_client.channel import unary
 from kvhost_client.connection import Connection, OnEnd, OnNotice
 from kvhost_client.errors import (
     BadReply,
+    BreakerOpen,
     DeadlineExceeded,
     InvalidArgument,
     KVHostError,
@@ -176,6 +176,8 @@ class Session:
         try:
             while (request := lookups.next_request(self._connection.session_id)) is not None:
                 left = until - time.monotonic()
+                if left <= 0:
+                    raise DeadlineExceeded("Lookup: its deadline passed between two parts of a long list")
                 if pin:
                     reply = self._connection.ask(self._lookup, request, left, "Lookup", self._unpin)
                 else:
@@ -238,15 +240,19 @@ class Session:
                 on_late(calls.updated(reply))
 
         items = calls.Items(assigns, commits, aborts, releases, touches)
-        requests = deque(calls.update_requests(self._connection.session_id, items))
-        while requests:
+        requests = calls.update_requests(self._connection.session_id, items)
+        for place, request in enumerate(requests):
             left = until - time.monotonic()
             try:
-                reply = self._connection.ask(self._update, requests.popleft(), left, "Update", late)
+                reply = self._connection.ask(self._update, request, left, "Update", late)
             except DeadlineExceeded:
-                for request in requests:  # the rest is on its way as well
-                    self._connection.send(self._update, request)
+                self._send(requests[place + 1 :])
                 raise
+            except BreakerOpen as error:
+                if not place:
+                    raise
+                self._send(requests[place:])
+                raise DeadlineExceeded("Update: kvhostd answered only a part of it in time") from error
             part = calls.updated(reply)
             result.errors.extend(part.errors)
             result.superseded.extend(part.superseded)
@@ -315,6 +321,11 @@ class Session:
     def _until(self, deadline_s: float | None) -> float:
         return time.monotonic() + (self._connection.deadline_s if deadline_s is None else deadline_s)
 
+    def _send(self, requests: Iterable[cache_pb2.UpdateRequest]) -> None:
+        """What belongs to a call that took effect in part must follow it, even if nobody waits."""
+        for request in requests:
+            self._connection.send(self._update, request)
+
     def _unpin(self, reply: cache_pb2.LookupReply) -> None:
         self._give_back(releases=calls.pins_in(reply))
 
@@ -324,8 +335,7 @@ class Session:
     def _give_back(self, releases: Sequence[int] = (), aborts: Sequence[int] = ()) -> None:
         self.late_gifts += len(releases) + len(aborts)
         items = calls.Items(aborts=[Abort(store) for store in aborts], releases=releases)
-        for request in calls.update_requests(self._connection.session_id, items):
-            self._connection.send(self._update, request)
+        self._send(calls.update_requests(self._connection.session_id, items))
 
 
 def _raise_first(result: Updated, stale: type[KVHostError]) -> None:
