@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvhost_client.errors import BreakerOpen, DeadlineExceeded, KVHostError, Unavailable
+from kvhost_client.errors import BreakerOpen, DeadlineExceeded, KVHostError, NotServing, Unavailable
 from kvhost_client.types import Answer, Found, ItemKind, Query, Reserved, Updated
 from kvhost_connector.board import Board, Round, Session
 from kvhost_connector.holds import PinnedSlot
@@ -68,13 +68,13 @@ class Agent:
             self._declare(work)
         if work.rebase is not None:
             self._leave_namespace(work, work.rebase)
+        # A request whose lookup is answered may be computed, and want to be stored, a moment later.
+        if work.reserve:
+            self._reserve(work)
         if work.lookups:
             self._look_up(work.session, work.lookups, pin=False)
         if work.pins:
             self._look_up(work.session, work.pins, pin=True)
-        if work.reserve:
-            result: Reserved = self._call(work.session.reserve, work.reserve)
-            self._board.granted(work, result.grants, pending=result.pending)
         self._board.note_generation(work.session)
 
     def _call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -133,6 +133,14 @@ class Agent:
             self._complain(
                 f"kvhostd refused {len(result.errors)} changes, the first: {result.errors[0].message}"
             )
+
+    def _reserve(self, work: Round) -> None:
+        try:
+            result: Reserved = self._call(work.session.reserve, work.reserve)
+        except NotServing:
+            self._board.granted(work, [], pending=False)
+            return
+        self._board.granted(work, result.grants, pending=result.pending)
 
     def _declare(self, work: Round) -> None:
         declaration = self._declaration()

@@ -111,6 +111,7 @@ class Board:
         self._pid = os.getpid()
         self._wake = threading.Condition()
         self._closing = False
+        self._working = False
         # The connection.
         self._session: Session | None = None
         self._authority: Authority | None = None
@@ -168,6 +169,12 @@ class Board:
         return self._silent or (since is not None and self._clock() - since > self._deadline_s)
 
     @property
+    def idle(self) -> bool:
+        """Nothing waits to be sent, and no answer is awaited."""
+        with self._wake:
+            return not (self._working or self._changes or self._lookups or self._pins)
+
+    @property
     def grants_to_come(self) -> bool:
         """Whether a store that found no grant may find one soon."""
         return self._room and self.usable and self._state is ServiceState.SERVING
@@ -222,9 +229,13 @@ class Board:
 
     def abort(self, authority: Authority, stores: Iterable[int], unquiet_ranks: Sequence[int] = ()) -> None:
         """These stores do not happen; `unquiet_ranks` may still write them (I4)."""
+        aborts = [Abort(store, tuple(unquiet_ranks)) for store in stores]
+        ended = {abort.store_id for abort in aborts}
         with self._wake:
-            aborts = self._changes_of(authority).aborts
-            aborts.extend(Abort(store, tuple(unquiet_ranks)) for store in stores)
+            changes = self._changes_of(authority)
+            changes.aborts.extend(aborts)
+            # In one message aborts count before assigns: one that waits would name a store that is over.
+            changes.assigns = [store for store in changes.assigns if store.store_id not in ended]
 
     def release(self, authority: Authority, pins: Iterable[int]) -> None:
         """These pins are not needed any more."""
@@ -332,9 +343,11 @@ class Board:
     def next_round(self) -> Round | None:
         """Waits for work; None when the board is closed and everything was handed out."""
         with self._wake:
+            self._working = False
             while True:
                 work = self._collect() if self._session is not None else None
                 if work is not None:
+                    self._working = True
                     return work
                 if self._closing:
                     return None

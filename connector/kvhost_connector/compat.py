@@ -149,6 +149,21 @@ class SchedulerHalf:
     def statuses(self) -> Iterator[tuple[str, Any]]:
         return iter(list(self._half._req_status.items()))
 
+    def adopt(self, request: Any) -> None:
+        """Gives native a state for a request that it failed to take up: it looks for one in every step.
+        Nothing of the request is stored."""
+        if self.status(request.request_id) is None:
+            module = importlib.import_module(f"{_OFFLOADING}.scheduler")
+            base = importlib.import_module("vllm.v1.kv_offload.base")
+            status = module.RequestOffloadState(
+                config=self._half.config,
+                req=request,
+                req_context=base.ReqContext(req_id=request.request_id),
+                offloading_context=base.RequestOffloadingContext(),
+            )
+            status.max_offload_tokens = 0
+            self._half._req_status[request.request_id] = status
+
     def key_chains(self, req_id: str) -> list[list[bytes]]:
         """Keys of every group, head first, brought up to date. The lists are native's own and grow."""
         status = self.status(req_id)

@@ -193,6 +193,7 @@ class SchedulerSide:
             self.manager.begin(view)
         except Exception:
             logger.exception("kvhost: request %s runs without the cache", request.request_id)
+            self._native.adopt(request)
 
     def match(self, request: Any, computed: int, native: Callable[[Any, int], Matched]) -> Matched:
         """How many tokens behind `computed` can be loaded: a number only for what is pinned (I3)."""

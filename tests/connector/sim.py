@@ -42,6 +42,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.e2e.models import VOCABULARY, Recipe, checkpoint
+from tests.support.waiting import wait_for
 
 HEADS, HEAD_SIZE = 2, 4
 
@@ -298,7 +299,14 @@ class Sim:
         until = time.monotonic() + deadline_s
         while self.scheduler.has_requests():
             self.step()
-            assert time.monotonic() < until, f"not done after {deadline_s} s: {self.scheduler.requests}"
+            assert time.monotonic() < until, f"not done after {deadline_s} s: {list(self.scheduler.requests)}"
+        self.settle()
+
+    def settle(self) -> None:
+        """Waits until a daemon that answers knows of all that was done."""
+        if self.connector is not None:
+            board = self.connector.scheduling.board
+            wait_for(lambda: board.idle or not board.usable, what="the agent to be idle")
 
     def step(self) -> None:
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""What two engines must have in common to share: one difference keeps them apart, and nothing else does (A9)."""
+"""What two engines must have in common to share: one difference keeps them apart, nothing else does (A9)."""
 
 from __future__ import annotations
 
