@@ -76,7 +76,7 @@ class Books:
         self.sessions: dict[SessionNumber, Session] = {}
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self.anomalies: Counter[str] = Counter(dict.fromkeys(ANOMALIES, 0))
-        self.lending = Lending(segment_bytes, segments, outbox)
+        self.lending = Lending(segment_bytes, segments, outbox, clock)
         self.custody = Custody(outbox, self._quarantine_over)
         self.clock = clock
         self.outbox = outbox

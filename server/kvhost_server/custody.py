@@ -111,7 +111,7 @@ class Custody:
             raise Refused(
                 Code.ALREADY_EXISTS, "this token was used before; a worker makes a new one each time"
             )
-        parked = [m.identity.uid for m in self.mappings.values() if m.session is None]
+        parked = [m.identity.uid for m in self.mappings.values() if m.session is None and m.connected]
         for count, most, whose in (
             (len(parked), _MAX_PARKED, ""),
             # One user's workers must not bar those of another.

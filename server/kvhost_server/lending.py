@@ -4,13 +4,18 @@ A segment goes to another namespace only when every worker that mapped it has
 proven that it does so no more, and after it was zeroed (design section 7).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 
 from kvhost_server.ids import MappingId, SegmentId
 from kvhost_server.namespace import Namespace
 from kvhost_server.notices import Assignment, Outbox
+
+# A worker lets go of a segment in milliseconds, or when its copies have ended. One that takes longer is
+# stopped, or hangs: nobody else should wait for it.
+_PATIENCE_S = 1.0
 
 
 class SegmentState(Enum):
@@ -31,6 +36,7 @@ class Loan:
     pool_index: int
     namespace: Namespace
     holders: set[MappingId] = field(default_factory=set)
+    retired_at: float = inf
 
 
 class Lending:
@@ -40,13 +46,15 @@ class Lending:
         segment_bytes: size of every segment.
         segments: how many the pool will have; each is lent only after `ready`.
         outbox: takes the orders to retire and to zero.
+        clock: seconds, monotonic.
     """
 
-    def __init__(self, segment_bytes: int, segments: int, outbox: Outbox) -> None:
+    def __init__(self, segment_bytes: int, segments: int, outbox: Outbox, clock: Callable[[], float]) -> None:
         self.segment_bytes = segment_bytes
         self.states = [SegmentState.POPULATING] * segments
         self.loans: dict[SegmentId, Loan] = {}
         self._outbox = outbox
+        self._clock = clock
         self._last_id = 0
         self._free: list[int] = []
         self._waiting: list[Namespace] = []
@@ -106,13 +114,21 @@ class Lending:
     def steal_for(self, namespace: Namespace) -> bool:
         """Retires the segment whose newest use is oldest, unless it is the namespace's own.
 
-        Only segments with nothing held, of namespaces above their floor, count.
-        Returns whether one is on its way.
+        Only segments with nothing held, of namespaces above their floor, count; and those that a stopped
+        worker has mapped only when there is nothing else at all. Returns whether one was retired now.
         """
-        if namespace.expecting:
-            return True
+        now = self._clock()
+        stuck = namespace.expecting and now - namespace.expecting_since > _PATIENCE_S
+        if namespace.expecting and not stuck:
+            return False
         if namespace.cap and namespace.segments >= namespace.cap:
             return False
+        slow = {
+            mapping
+            for loan in self.loans.values()
+            if now - loan.retired_at > _PATIENCE_S
+            for mapping in loan.holders
+        }
         candidates = [
             loan
             for loan in self.loans.values()
@@ -120,21 +136,26 @@ class Lending:
             and (loan.namespace is namespace or loan.namespace.segments > loan.namespace.floor)
             and not loan.namespace.table.row_held[loan.namespace.row_of_segment[loan.segment_id]]
         ]
-        oldest = min(candidates, key=self._used_at, default=None)
+        soon = [loan for loan in candidates if slow.isdisjoint(loan.holders)]
+        if not (soon or stuck or namespace.segments):
+            soon = candidates
+        oldest = min(soon, key=self._used_at, default=None)
         if oldest is None or oldest.namespace is namespace:
             return False
         self._expect(namespace)
         self.retire(oldest)
         return True
 
-    def shrink(self, namespace: Namespace) -> None:
-        """Retires unheld segments above the namespace's cap, oldest first."""
+    def shrink(self, namespace: Namespace) -> int:
+        """Retires unheld segments above the namespace's cap, oldest first. Returns how many."""
         rows = namespace.row_of_segment
+        before = namespace.segments
         for loan in sorted(self.loans_of(namespace), key=self._used_at):
             if not namespace.cap or namespace.segments <= namespace.cap:
-                return
+                break
             if not namespace.table.row_held[rows[loan.segment_id]]:
                 self.retire(loan)
+        return before - namespace.segments
 
     def retire(self, loan: Loan) -> None:
         """Takes a segment back: its chunks go now, the segment when its workers have let go."""
@@ -142,6 +163,7 @@ class Lending:
         namespace.table.remove_row(namespace.row_of_segment.pop(loan.segment_id))
         namespace.counters["segments_retired"] += 1
         self.states[loan.pool_index] = SegmentState.RETIRING
+        loan.retired_at = self._clock()
         for mapping in loan.holders:
             self._outbox.retire(mapping, [loan.segment_id])
         self._clean_if_free(loan)
@@ -156,8 +178,10 @@ class Lending:
                     self._clean_if_free(loan)
 
     def _expect(self, namespace: Namespace) -> None:
-        namespace.expecting = True
-        self._waiting.append(namespace)
+        if not namespace.expecting:
+            namespace.expecting = True
+            self._waiting.append(namespace)
+        namespace.expecting_since = self._clock()
 
     def _used_at(self, loan: Loan) -> int:
         return loan.namespace.table.row_used_at[loan.namespace.row_of_segment[loan.segment_id]]

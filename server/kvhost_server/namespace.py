@@ -115,6 +115,7 @@ class Namespace:
     row_of_segment: dict[SegmentId, int] = field(default_factory=dict)
     # A segment is on its way to this namespace, from another one.
     expecting: bool = False
+    expecting_since: float = 0.0
 
     def __post_init__(self) -> None:
         self.table = ChunkTable(self.slots_per_segment, self._removed, self.policy)

@@ -92,6 +92,6 @@ def set_limits(
             f"a floor of {floor} segments; allowed are at most {min(cap or total, total)}",
         )
     namespace.floor, namespace.cap = floor, cap
-    books.lending.shrink(namespace)
+    books.counters["segments_retired"] += books.lending.shrink(namespace)
     books.tell_evictions(namespace)
     attachment.refresh_sessions_of(namespace)

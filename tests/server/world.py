@@ -94,6 +94,8 @@ class World:
         self.manager = Manager(boot_id, slots * SLOT_BYTES, segments, self.outbox, lambda: self.time)
         self.books = self.manager.books
         self._instances = 0
+        # Workers that carry out nothing any more.
+        self.stopped: set[MappingId] = set()
         if serving:
             for index in range(segments):
                 self.manager.segment_ready(index)
@@ -112,15 +114,15 @@ class World:
         while box.offers or box.retires or box.cleans or (fences and box.fences):
             while box.offers:
                 mapping, assignments = box.offers.popleft()
-                if mapping in self.books.custody.mappings:
+                if mapping in self.books.custody.mappings.keys() - self.stopped:
                     manager.worker_mapped(mapping, [a.segment_id for a in assignments])
             while box.retires:
                 mapping, segments = box.retires.popleft()
-                if mapping in self.books.custody.mappings:
+                if mapping in self.books.custody.mappings.keys() - self.stopped:
                     manager.worker_retired(mapping, segments)
             while fences and box.fences:
                 mapping, fence, _, _ = box.fences.popleft()
-                if mapping in self.books.custody.mappings:
+                if mapping in self.books.custody.mappings.keys() - self.stopped:
                     manager.worker_fenced(mapping, fence)
             while box.cleans:
                 manager.segment_clean(box.cleans.popleft())
