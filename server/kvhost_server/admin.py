@@ -181,8 +181,18 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             retiring_segments=sum(
                 s in (SegmentState.RETIRING, SegmentState.CLEANING) for s in lending.states
             ),
-            notes=pool.notes,
+            notes=[*pool.notes, *self._slow_workers()],
         )
+
+    def _slow_workers(self) -> list[str]:
+        """Who keeps segments from everybody else, one line each (I5)."""
+        lending, mappings = self._books.lending, self._books.custody.mappings
+        slow = [(mappings[mapping], kept) for mapping, kept in lending.slow_holders().items()]
+        return [
+            f"worker pid {worker.identity.pid} (uid {worker.identity.uid}, rank {worker.rank}) keeps "
+            f"{kept} segments that it was told to let go of: it is stopped, or hangs"
+            for worker, kept in slow
+        ]
 
     def _namespaces(self) -> list[admin_pb2.NamespaceStatus]:
         """All of them; the newest ones' digest parts are left out when the reply would grow too large."""

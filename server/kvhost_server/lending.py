@@ -4,6 +4,7 @@ A segment goes to another namespace only when every worker that mapped it has
 proven that it does so no more, and after it was zeroed (design section 7).
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -123,12 +124,7 @@ class Lending:
             return False
         if namespace.cap and namespace.segments >= namespace.cap:
             return False
-        slow = {
-            mapping
-            for loan in self.loans.values()
-            if now - loan.retired_at > _PATIENCE_S
-            for mapping in loan.holders
-        }
+        slow = self.slow_holders().keys()
         candidates = [
             loan
             for loan in self.loans.values()
@@ -136,7 +132,7 @@ class Lending:
             and (loan.namespace is namespace or loan.namespace.segments > loan.namespace.floor)
             and not loan.namespace.table.row_held[loan.namespace.row_of_segment[loan.segment_id]]
         ]
-        soon = [loan for loan in candidates if slow.isdisjoint(loan.holders)]
+        soon = [loan for loan in candidates if loan.holders.isdisjoint(slow)]
         if not (soon or stuck or namespace.segments):
             soon = candidates
         oldest = min(soon, key=self._used_at, default=None)
@@ -145,6 +141,16 @@ class Lending:
         self._expect(namespace)
         self.retire(oldest)
         return True
+
+    def slow_holders(self) -> Counter[MappingId]:
+        """Workers that should long have let go of a segment, and of how many."""
+        now = self._clock()
+        return Counter(
+            mapping
+            for loan in self.loans.values()
+            if now - loan.retired_at > _PATIENCE_S
+            for mapping in loan.holders
+        )
 
     def shrink(self, namespace: Namespace) -> int:
         """Retires unheld segments above the namespace's cap, oldest first. Returns how many."""

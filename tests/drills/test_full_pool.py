@@ -195,3 +195,31 @@ def test_an_engine_that_is_kicked_again_and_again_holds_no_more_than_its_bound(s
         worker.kill()
         cast.scheduler.kill()
         wait_held(daemon, (0, 0, 0))
+
+
+def test_a_stopped_engine_bars_nobody_from_the_rest_of_the_pool(stage: Stage) -> None:
+    """Its worker cannot let go of a segment that is to move to another namespace. The next one is taken from
+    an engine that lives, and status names the one that does not."""
+    with Daemon("4MiB", ["--segment-size", "1MiB"]) as daemon:
+        stopped = Seat(stage, daemon, "stopped")
+        assert stopped.call("store", names=[f"s{i}" for i in range(SLOTS)]) == SLOTS
+        living = Seat(stage, daemon, "living")
+        assert living.call("store", names=[f"l{i}" for i in range(SLOTS)]) == SLOTS
+        assert daemon.status().memory.free_segments == 0, "each has one more, ahead of need"
+        assert stopped.pin(["s0"]) == living.pin(["l0"]) == 1
+        stopped.process.stop()
+        young = stage.start()
+        young.call("engine", socket=daemon.socket, model="young", ready=False)
+        wait_for(lambda: young.call("store", names=["y"]) == 1, 5.0, "a segment for the third engine")
+        assert young.call("wrong", names=["y"]) == []
+        assert living.wrong() == []
+        (note,) = daemon.status().memory.notes
+        assert f"pid {stopped.pid}" in note
+        stopped.process.go_on()
+        assert stopped.wrong() == []
+        wait_for(lambda: not daemon.status().memory.notes, 5.0, "the woken engine to let go")
+        for seat in (stopped, living):
+            seat.process.kill()
+        young.kill()
+        wait_held(daemon, (0, 0, 0))
+        daemon.check_integrity()
