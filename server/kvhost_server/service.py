@@ -363,8 +363,9 @@ class CacheService(cache_pb2_grpc.CacheServicer):
 
     def _end(self, number: SessionNumber, why: str) -> None:
         if number in self._books.sessions:
+            pid = self._books.sessions[number].identity.pid
             quarantined = self._manager.end_session(number, why)
-            logger.info("session %d ended: %s; %d slots quarantined", number, why, quarantined)
+            logger.info("session %d of pid %d ended: %s; %d slots quarantined", number, pid, why, quarantined)
 
     async def _lookup_without_session(self, request: cache_pb2.LookupRequest) -> cache_pb2.LookupReply:
         """What is stored, for routers: advice, which holds nothing and is no hit of any engine."""
