@@ -195,7 +195,7 @@ async def test_a_segment_is_zeroed_without_a_hole_before_it_is_called_clean(pool
 
 
 async def test_flags_that_a_worker_set_do_not_keep_a_segment_from_being_zeroed(pool: Pool) -> None:
-    """A descriptor that was sent is the same open file as ours: with O_APPEND a write goes elsewhere."""
+    """A descriptor that was sent is the same open file as ours: O_APPEND sends every write to its end."""
     os.pwrite(pool.fd(1), pat("old", 1, SIZE), 0)
     fcntl.fcntl(pool.fd(1), fcntl.F_SETFL, os.O_APPEND)
     clean: list[int] = []
