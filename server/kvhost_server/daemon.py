@@ -46,6 +46,7 @@ GRACE_S = 1.0
 """How long calls in flight may take to finish when the daemon stops."""
 _LARGEST_MESSAGE = 16 << 20
 _FDS_FOR_OTHERS = 512
+_TEND_EVERY_S = 1.0
 _FEWEST_CONNECTIONS = 32
 _CACHE = cache_pb2.DESCRIPTOR.services_by_name["Cache"].full_name
 _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
@@ -255,6 +256,12 @@ class Daemon:
         )
         self._set_state(ServiceState.SERVING)
         self._spawn(self._pool.watch_holes(self._manager.hole_detected))
+        self._spawn(self._tend())
+
+    async def _tend(self) -> None:
+        while True:
+            await asyncio.sleep(_TEND_EVERY_S)
+            self._manager.tend()
 
     def _set_state(self, state: ServiceState) -> None:
         if self._manager.state is not state:

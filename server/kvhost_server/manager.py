@@ -93,6 +93,13 @@ class Manager:
             if loan.pool_index == pool_index and loan.segment_id in loan.namespace.row_of_segment:
                 reset_namespace(self.books, loan.namespace)
 
+    def tend(self) -> None:
+        """Now and then: namespaces with engines and no segment try again for one. When they came, every
+        segment was held, and that this has changed nobody tells."""
+        for namespace in list(self.books.namespaces.values()):
+            if namespace.sessions and not namespace.segments:
+                self.attachment.grow(namespace)
+
     # Sessions.
 
     def open_session(self, identity: PeerIdentity, label: str) -> Session:

@@ -573,6 +573,26 @@ def test_a_segment_moves_only_after_every_worker_let_go_and_it_was_zeroed(world:
     world.check()
 
 
+def test_an_engine_that_came_while_everything_was_held_gets_a_segment_later(world: World) -> None:
+    holders = [world.engine() for _ in range(2)]
+    names = chain("a", 16)
+    assert holders[0].store(names) == 16
+    pins = [
+        holder.manager.reading.lookup(holder.session, 1, Semantics.SET, b"".join(part), True).first_pin
+        for holder, part in zip(holders, (names[:8], names[8:]), strict=True)
+    ]
+    late = world.engine(spec(model="late"))
+    world.manager.tend()
+    world.settle()
+    assert not late.session.ready
+    holders[0].release(*(PinId(pins[0] + i) for i in range(8)))
+    world.manager.tend()
+    world.settle()
+    assert late.session.ready
+    assert late.store([key("l")]) == 1
+    world.check()
+
+
 def test_held_segments_and_floors_are_not_taken(world: World) -> None:
     old = world.engine()
     old.store(chain("a", 16))
