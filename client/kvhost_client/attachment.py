@@ -128,8 +128,32 @@ class Attachment:
             ready = [number for number, _ in poll.poll()]
             if self._wake.fileno() in ready:
                 self._wake.heard()
-            if self._handover.fileno() in ready and not self._read():
-                return
+            if self._handover.fileno() in ready:
+                try:
+                    going_on = self._read()
+                except KVHostError:
+                    self._part()
+                    raise
+                if not going_on:
+                    return
+
+    def _part(self) -> None:
+        """This connection cannot go on, but we live: unless a copy runs, unmap and say BYE.
+
+        Without it the daemon would keep our place, and whatever is quarantined for us, until this process
+        ends: only then would it be proven that nothing is mapped any more (I4).
+        """
+        remains = self.remains()
+        if remains is None or not remains.settle():
+            return
+        self._orders.clear()
+        self._said_bye = True
+        try:
+            self._handover.send(handover_pb2.ToDaemon(bye=handover_pb2.Bye()))
+        except KVHostError as error:
+            logger.debug("%s: it has hung up already", error)
+            return
+        self._hear_out()
 
     def _hear_out(self) -> None:
         """Reads until the daemon hangs up as well: closing on unread packets would take the BYE back."""

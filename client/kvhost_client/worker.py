@@ -180,11 +180,15 @@ class WorkerLink:
             self._renew_token()
             return 0.0
         except KVHostError as error:
-            self._note(str(error))
             if isinstance(error, Refused) and error.code == _ALREADY_EXISTS:
-                self._renew_token()
+                self._renew_token()  # what went wrong before, on the connection that used it up, is the news
+            else:
+                self._note(str(error))
             lasting = isinstance(error, Refused | NotKVHost | VersionMismatch | HandoverFailed)
             return min(max(2 * pause, FIRST_PAUSE_S), REFUSED_PAUSE_S if lasting else LAST_PAUSE_S)
+        except OSError as error:
+            self._note(f"the connection to kvhostd at {self._path} failed: {error.strerror or error}")
+            return REFUSED_PAUSE_S
         except Exception:
             # A fault of our own must cost the cache, not the thread that would unmap and reconnect.
             logger.exception("the connection to kvhostd at %s failed", self._path)

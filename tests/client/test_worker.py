@@ -380,7 +380,12 @@ class TestRefusals:
         boot_id = 99 if what == "boot" else 7
         peer.segments(*numbers, descriptors=files, slots=9 if what == "slots" else 4, boot_id=boot_id)
         os.close(file)
-        peer.expect_end()
+        if what == "early":
+            peer.expect_end()
+        else:
+            peer.expect("bye")  # we live on: only this tells the daemon that nothing is mapped (I4)
+            assert map_count(os.getpid(), MAPS) == 0
+            peer.close()
         wait_for(lambda: link.problem, what="the reason")
         assert "\n" not in link.problem
         assert link.mapping is None
@@ -392,7 +397,6 @@ class TestRefusals:
         for act in (
             lambda peer: peer.fence(1),
             lambda peer: peer.retire(1),
-            lambda peer: (peer.welcome(), peer.welcome()),
             lambda peer: peer.ticket(),
             lambda peer: peer.send_raw(b"KVH1"),
             lambda peer: peer.send_raw(b"GET / HTTP/1.1"),
@@ -402,6 +406,27 @@ class TestRefusals:
             act(peer)
             peer.expect_end()
         assert link.problem
+
+    def test_a_worker_that_gives_up_a_connection_says_bye(
+        self, handover: FakeHandover, link: Watched
+    ) -> None:
+        peer, _ = attach(handover, 1)
+        wait_for(lambda: link.mapping, what="the mapping")
+        peer.welcome()  # a second time: this connection cannot go on
+        peer.expect("bye")
+        assert link.mapping is None
+        assert map_count(os.getpid(), MAPS) == 0
+        peer.close()
+
+    def test_not_while_a_copy_runs(self, handover: FakeHandover, link: Watched) -> None:
+        peer, _ = attach(handover, 1)
+        mapping = wait_for(lambda: link.mapping, what="the mapping")
+        copy = mapping.begin(1)
+        peer.welcome()
+        peer.expect_end()
+        assert map_count(os.getpid(), MAPS) == 1
+        mapping.end(copy)
+        wait_for(lambda: map_count(os.getpid(), MAPS) == 0, what="everything to be unmapped")
 
     def test_a_newer_daemon_is_named_as_one(self, handover: FakeHandover, link: Watched) -> None:
         peer = handover.accept()

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -135,6 +136,11 @@ class Actor:
     def token(self) -> str:
         assert self._worker is not None
         return self._worker.token.hex()
+
+    def problem(self) -> str:
+        """Why there is no mapping."""
+        assert self._worker is not None
+        return self._worker.problem
 
     def mapped(self, deadline_s: float = 5.0) -> list[int]:
         """Waits for a mapping; returns its segment ids."""
@@ -274,6 +280,11 @@ class Actor:
     def fork(self) -> int:
         """Forks a child that inherits everything and does nothing, for ever; returns its pid."""
         return fork_child(lambda: threading.Event().wait())
+
+    def limit_files(self, spare: int = 3) -> None:
+        """From now on so many more files can be opened, and no more."""
+        limit = len(os.listdir("/proc/self/fd")) + spare
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 
     def maps(self) -> int:
         """Segments mapped by this process, as the kernel sees it."""

@@ -4,6 +4,7 @@ Each stands for a kind. What tests of the client or the daemon show in one proce
 """
 
 import os
+import secrets
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,6 +123,39 @@ def test_an_engine_that_crashes_takes_nobody_with_it(daemon: Daemon) -> None:
             daemon.wait_log(f"session {victim.number} of pid {victim.pid} ended")
     with Stage() as stage:
         check_nothing_wedged(daemon, stage)
+
+
+@pytest.mark.parametrize("spare", [0, 1, 2])
+def test_a_worker_at_its_limit_of_open_files_leaves_no_trace_of_its_tries(
+    daemon: Daemon, stage: Stage, spare: int
+) -> None:
+    """It can open no connection, or not greet, or not take the segments. It says so once, it goes on trying,
+    and the daemon keeps nothing of the tries that failed."""
+    other = Seat(stage, daemon, "ranks1")
+    assert other.call("store", names=[f"s{i}" for i in range(2 * SLOTS)]) == 2 * SLOTS
+    baseline = Belongings.of(daemon.pid)
+    scheduler, worker = stage.start(), stage.start()
+    instance = secrets.token_hex(16)
+    worker.call("limit_files", spare=spare)
+    tries: set[str] = set()
+
+    def tried() -> bool:
+        token = (
+            worker.call("token") if tries else worker.call("attach", socket=daemon.socket, instance=instance)
+        )
+        if token not in tries:
+            tries.add(token)
+            scheduler.call("open", socket=daemon.socket, instance=instance, model="ranks1", tokens=[token])
+        return bool(worker.call("problem")) and len(tries) >= (4 if spare == 2 else 1)
+
+    wait_for(tried, 20.0, "the worker to try and fail")
+    assert "open files" in worker.call("problem")
+    told = [session for session in daemon.status().sessions if session.pid == scheduler.pid]
+    assert sum(len(session.mappings) for session in told) <= 1
+    scheduler.kill()
+    worker.kill()
+    wait_held(daemon, (0, 0, 0))
+    wait_belongings(daemon, baseline)
 
 
 def _segments_alive(inodes: set[str]) -> set[str]:
