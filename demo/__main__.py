@@ -20,6 +20,7 @@ from typing import IO, Any
 
 import grpc
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvhost_proto.v1 import admin_pb2, admin_pb2_grpc, common_pb2
@@ -271,11 +272,13 @@ def tail(log: Path) -> str:
 
 @contextmanager
 def step(title: str) -> Iterator[None]:
-    """Shows what is going on, and how long it took."""
+    """Shows what is going on and for how long, and leaves a line when it is done."""
     start = time.monotonic()
     if not console.is_terminal:
         console.print(f"{title} …", markup=False)
-    with console.status(title):
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        progress.add_task(title, total=None)
         yield
     console.print(f"[green]✓[/green] {title} ({time.monotonic() - start:.1f} s)")
 

