@@ -14,6 +14,9 @@ class Attachment:
 
     def __init__(self, books: Books) -> None:
         self._books = books
+        # A namespace that could not grow a moment ago, in the same call: looking again costs as much as there
+        # are segments, and a call may take thousands of slots.
+        self._full: Namespace | None = None
 
     def pair(self, mapping: Mapping, session: Session) -> None:
         mapping.session = session.number
@@ -92,16 +95,21 @@ class Attachment:
     def take(self, session: Session, namespace: Namespace, tail: SlotIndex | None = None) -> SlotIndex | None:
         """A slot that this session may write, or None. `tail` holds the chunk that the new one continues."""
         table = namespace.table
-        if not table.has_free(session.usable_rows) and session.all_usable:
-            self.grow(namespace)
+        wants = not table.has_free(session.usable_rows) and session.all_usable
+        if wants and self._full is not namespace and not self.grow(namespace):
+            self._full = namespace
         if not session.all_usable and self._grows_free(session, namespace):
             return None  # a free segment is being mapped: better than evicting
         slot = table.take(session.usable_rows, tail)
         self._books.tell_evictions(namespace)
         return slot
 
-    def grow(self, namespace: Namespace) -> None:
-        """One more segment for the namespace: a free one, else somebody's oldest."""
+    def call_begins(self) -> None:
+        """Another call: what was full may have room."""
+        self._full = None
+
+    def grow(self, namespace: Namespace) -> bool:
+        """One more segment for the namespace: a free one, else somebody's oldest, later. False: none."""
         loan = self._books.lending.lend(namespace)
         if loan is not None:
             self._offer_to_sessions(loan)
@@ -110,6 +118,9 @@ class Attachment:
             for other in self._books.namespaces.values():
                 self._books.tell_evictions(other)
                 self.refresh_sessions_of(other)
+        else:
+            return False
+        return True
 
     def grow_ahead(self, session: Session, namespace: Namespace, wanted: int) -> None:
         """Takes a free segment before the last slots are gone, so that nobody waits for its mapping."""

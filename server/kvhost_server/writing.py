@@ -53,6 +53,7 @@ class Writing:
             Refused: no namespace, or the daemon is starting or draining.
         """
         namespace = self._books.namespace_of(session)
+        self._attachment.call_begins()
         if self._books.state is not ServiceState.SERVING:
             raise Refused(
                 Code.UNAVAILABLE, f"the daemon is {self._books.state.name.lower()}: no slots are granted now"

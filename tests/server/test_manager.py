@@ -608,6 +608,25 @@ def test_held_segments_and_floors_are_not_taken(world: World) -> None:
     world.check()
 
 
+def test_a_large_reservation_in_a_full_pool_looks_for_a_segment_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That costs as much as there are segments: a thousand in a terabyte."""
+    engine = world.engine()
+    engine.store(chain("a", 16))
+    looks: list[object] = []
+    steal = world.books.lending.steal_for
+    monkeypatch.setattr(world.books.lending, "steal_for", lambda n: (looks.append(n), steal(n))[1])
+    assert len(engine.reserve(chain("b", 4))) == 4
+    assert len(looks) == 1
+    # Another call looks again: meanwhile there may be something.
+    assert engine.reserve([key("c")]) == []
+    world.manager.writing.abort(engine.session, next(iter(engine.session.grants)))
+    engine.reserve([key("c")])
+    assert len(looks) <= 3
+    world.check()
+
+
 def test_a_stopped_worker_bars_nobody_from_the_segments_of_others() -> None:
     """What it has mapped cannot move before it lets go; what others have, can."""
     world = World(segments=4, slots=4)
