@@ -22,7 +22,6 @@ from tests.support import Daemon, wait_for
 
 ROUNDS = rounds(4, 50)
 AWAY_S = scale(3, 30)
-BACK_WITHIN_S = 0.05
 USED_AGAIN_WITHIN_S = 2.0
 MEMORY = ("4MiB", ["--segment-size", "1MiB"])
 LOOP = {"kind": "linked", "family": "l", "chains": 12, "length": 8}
@@ -124,12 +123,12 @@ def _away_and_back(
     old_files = [memory_files(engine.pid) for engine in engines]
     assert all(old_files)
     daemon.process.kill()
-    until = time.monotonic() + away_s
+    gone = time.monotonic()
     daemon.wait_end()
-    while time.monotonic() < until:
-        time.sleep(min(0.05, until - time.monotonic()))
-    if away_s <= BACK_WITHIN_S:
-        assert time.monotonic() < until + BACK_WITHIN_S, "this machine is too slow for a fast return"
+    while time.monotonic() < gone + away_s:
+        time.sleep(min(0.05, max(0.0, gone + away_s - time.monotonic())))
+    # From the signal to the start of the next process.
+    record.worst("away_s", time.monotonic() - gone)
     again = Daemon(*MEMORY, folder=daemon.folder)
     served = time.monotonic()
     try:
@@ -183,5 +182,5 @@ def test_it_is_back_within_fifty_milliseconds(folder: Path, stage: Stage) -> Non
 
 @pytest.mark.timeout(scale(60, 300))
 def test_it_is_back_after_a_long_absence(folder: Path, stage: Stage) -> None:
-    with Record("4 daemon death and slow return", facts={"away_s": AWAY_S}) as record:
+    with Record("4 daemon death and slow return") as record:
         _drill(folder, stage, record, rounds(1, 2), AWAY_S)

@@ -1,5 +1,6 @@
 """Drill 12: four engines of different namespaces do a bit of everything, and once a second one of them is
-killed. The daemon's memory stays flat, its books agree, its counters add up (C12, B4)."""
+killed and another one stopped for a while. The daemon's memory stays flat, its books agree, its counters add
+up (C12, B4)."""
 
 import statistics
 import time
@@ -79,7 +80,17 @@ class Crowd:
         self.engines[number] = self._start(number)
         self.record.count("kills")
 
+    def stop_one(self) -> None:
+        """Until `wake`."""
+        self.engines[self.record.random.randrange(ENGINES)].stop()
+        self.record.count("stops")
+
+    def wake(self) -> None:
+        for process in self.engines:
+            process.go_on()
+
     def end(self) -> None:
+        self.wake()
         for process in self.engines:
             process.call("end_loop", timeout_s=60.0)
             self.note(process)
@@ -114,10 +125,15 @@ def test_engines_come_and_go_for_a_long_time(daemon: Daemon, stage: Stage) -> No
         began = time.monotonic()
         memory: list[tuple[float, int]] = []
         next_kill = next_check = began
+        next_stop = began + KILL_EVERY_S / 4
         while (now := time.monotonic()) < began + SECONDS:
             if now >= next_kill:
+                crowd.wake()
                 crowd.kill_one()
                 next_kill += KILL_EVERY_S
+            if now >= next_stop:
+                crowd.stop_one()
+                next_stop += KILL_EVERY_S
             if now >= next_check:
                 daemon.check_integrity()
                 next_check += CHECK_EVERY_S
