@@ -27,6 +27,7 @@ from kvhost_server import log as logs
 from kvhost_server.admin import AdminService
 from kvhost_server.books import ServiceState
 from kvhost_server.config import Config
+from kvhost_server.decoding import TypedDecoding
 from kvhost_server.exits import ExitCode, StartupError
 from kvhost_server.handover import MOST_CONNECTIONS, HandoverServer
 from kvhost_server.identity import AllowList
@@ -218,7 +219,7 @@ class Daemon:
         self, name: str, servicer: Any, add: Callable[[Any, grpc.aio.Server], None]
     ) -> grpc.aio.Server:
         """A server with this service and the standard ones, so that grpcurl works out of the box."""
-        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        server = grpc.aio.server(interceptors=[TypedDecoding()], options=_SERVER_OPTIONS)
         add(servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         channelz.add_channelz_servicer(server)

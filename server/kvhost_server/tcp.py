@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvhost_proto.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc
 from kvhost_server.admin import AdminService
+from kvhost_server.decoding import TypedDecoding
 from kvhost_server.errors import Code, Refused
 from kvhost_server.exits import ExitCode, StartupError
 from kvhost_server.listener import Address, Listener
@@ -39,7 +40,7 @@ def remote_server(
     Raises:
         StartupError: a file is not what it should be, or nobody may listen there.
     """
-    server = grpc.aio.server(options=options)
+    server = grpc.aio.server(interceptors=[TypedDecoding()], options=options)
     admin_pb2_grpc.add_AdminServicer_to_server(admin, server)
     cache_pb2_grpc.add_CacheServicer_to_server(RemoteCache(cache), server)
     health_pb2_grpc.add_HealthServicer_to_server(healths, server)
