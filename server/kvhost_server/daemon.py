@@ -173,8 +173,10 @@ class Daemon:
 
     def _claim(self, files: Sequence[SocketFile]) -> None:
         """Makes sure that we alone serve here."""
+        # People and engines may be of different groups and still share the folder of the sockets.
+        two_groups = self._config.admin_group not in (None, self._config.socket_group)
         for file in files:
-            file.prepare()
+            file.prepare(passable=two_groups)
         self._ends.callback(SocketLock(self._config.socket).release)
         for file in files:
             file.clear()
@@ -201,6 +203,12 @@ class Daemon:
             config.allow_uid,
             [*config.allow_gid, *([] if config.socket_group is None else [config.socket_group])],
         )
+        if os.geteuid() == allow.overflow_uid:
+            log.warning(
+                "kvhostd runs as uid %d, the kernel's overflow uid, which names nobody: engines of that user "
+                "are refused; run it as a user of its own",
+                allow.overflow_uid,
+            )
         self._handover = orders.handover = HandoverServer(
             boot_id, self._manager, self._pool.fd, allow, most_connections=connections
         )

@@ -120,12 +120,15 @@ class AllowList:
     uids: frozenset[int]
     gids: frozenset[int]
     overflow_uid: int
+    overflow_gid: int = -1
 
     @classmethod
     def of(cls, uids: Iterable[int], gids: Iterable[int]) -> "AllowList":
-        """The list with root and the daemon's own uid added, for this kernel's overflow uid."""
-        overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
-        return cls(frozenset((0, os.geteuid(), *uids)), frozenset(gids), overflow)
+        """The list with root and the daemon's own uid added, for this kernel's overflow ids."""
+        overflow_uid, overflow_gid = (
+            int(Path(f"/proc/sys/kernel/overflow{kind}").read_text()) for kind in ("uid", "gid")
+        )
+        return cls(frozenset((0, os.geteuid(), *uids)), frozenset(gids), overflow_uid, overflow_gid)
 
     def refusal(self, peer: Credentials) -> str | None:
         """Why this peer may not speak, as a sentence; None when it may.
@@ -138,7 +141,8 @@ class AllowList:
                 "namespace "
                 "whose users the daemon can see"
             )
-        if peer.uid in self.uids or self.gids & {peer.gid, *peer.groups}:
+        # Groups without a number here all look like the overflow gid, whichever they are.
+        if peer.uid in self.uids or self.gids & ({peer.gid, *peer.groups} - {self.overflow_gid}):
             return None
         allowed = [f"uid {uid}" for uid in sorted(self.uids)] + [f"gid {gid}" for gid in sorted(self.gids)]
         return (

@@ -26,6 +26,7 @@ from kvhost_server.stewardship import reset_namespace
 from kvhost_server.writing import Writing
 
 MAX_SESSIONS = 1024
+MAX_SESSIONS_OF_ONE_USER = 512
 MAX_UNFINISHED = 64
 
 
@@ -129,6 +130,12 @@ class Manager:
             )
         if len(self.books.sessions) >= MAX_SESSIONS:
             raise Refused(Code.RESOURCE_EXHAUSTED, f"{MAX_SESSIONS} sessions are open, which is the limit")
+        theirs = sum(s.identity.uid == identity.uid for s in self.books.sessions.values())
+        if theirs >= MAX_SESSIONS_OF_ONE_USER:
+            raise Refused(
+                Code.RESOURCE_EXHAUSTED,
+                f"uid {identity.uid} has {theirs} sessions open, which is the limit for one user",
+            )
         self._last_session += 1
         session = Session(
             SessionNumber(self._last_session), secrets.token_bytes(16), identity, label, self.books.clock()

@@ -7,6 +7,7 @@ the socket decides who may bind, and is never removed (a removed lock file could
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import socket
 import stat
@@ -20,8 +21,12 @@ LONGEST_PATH = 107
 """Bytes of a Unix socket's path: sun_path less the final zero."""
 _LOCK_MODE = 0o644
 _FOLDER_MODE = 0o750
+_PASSABLE = 0o001
+_ANYBODY_WRITES = stat.S_IWOTH
 _NOBODY_YET = 0o177
 """umask under which a socket is made: only we may connect until its group is set."""
+
+log = logging.getLogger(__name__)
 
 
 class SocketLock:
@@ -79,8 +84,12 @@ class SocketFile:
         """The path as gRPC reads it: a URI, where %, ? and # mean something else."""
         return "unix:" + quote(str(self.path))
 
-    def prepare(self) -> None:
+    def prepare(self, *, passable: bool = False) -> None:
         """Makes the folder if only that is missing. To be called before the lock is taken.
+
+        Args:
+            passable: who is not of the folder's group may pass through it, to a socket of another group,
+                without seeing what is in it.
 
         Raises:
             StartupError: the path is too long, or its folder cannot be made.
@@ -94,12 +103,21 @@ class SocketFile:
             )
         folder = self.path.parent
         if folder.is_dir():
+            mode = folder.stat().st_mode
+            if mode & _ANYBODY_WRITES and not mode & stat.S_ISVTX:
+                log.warning(
+                    "every user may write into %s (mode %04o) and put another socket in the place of %s; "
+                    "take that right away (chmod o-w), or choose another path",
+                    folder,
+                    stat.S_IMODE(mode),
+                    self.path.name,
+                )
             return
         try:
             folder.mkdir(0o700)
             if self._gid is not None:
                 os.chown(folder, -1, self._gid)
-            folder.chmod(_FOLDER_MODE)
+            folder.chmod(_FOLDER_MODE | _PASSABLE if passable else _FOLDER_MODE)
         except FileExistsError as error:
             raise _unavailable(f"{folder}, the folder of socket {self.path.name}, is no directory") from error
         except OSError as error:

@@ -42,7 +42,7 @@ class Tickets:
     """Tickets that were given out, and the schedulers that came with one.
 
     A ticket is good once, for `VALID_S` seconds, while its process lives. Only its hash is kept, and
-    compared in constant time. When too many wait, the oldest is dropped.
+    compared in constant time. When too many wait, the oldest is dropped, of the same user if there is one.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,8 @@ class Tickets:
     def issue(self, identity: Identity) -> bytes:
         """A new ticket for this process. Takes over its pidfd."""
         if len(self._waiting) >= _MOST_WAITING:
-            self._drop(next(iter(self._waiting)))
+            own = (digest for digest, other in self._waiting.items() if other.uid == identity.uid)
+            self._drop(next(own, next(iter(self._waiting))))
         ticket = secrets.token_bytes(TICKET_BYTES)
         digest = hashlib.sha256(ticket).digest()
         self._waiting[digest] = identity

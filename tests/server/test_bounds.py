@@ -12,11 +12,15 @@ import pytest
 from kvhost_client.handover import fetch_ticket
 from kvhost_client.types import ChainQuery, Semantics
 from kvhost_proto.v1 import cache_pb2, cache_pb2_grpc, common_pb2, handover_pb2
+from kvhost_server.errors import Code, Refused
+from kvhost_server.manager import Manager
 from tests.client.engine import KEY_BYTES, Engine, keys, spec
 from tests.server.rawclient import RawClient, hello
+from tests.server.world import Identity, Outbox
 from tests.support import Daemon, fork_child, wait_for
 
 MANY = 100_000
+SEGMENT = 1 << 20
 
 
 @dataclass
@@ -295,6 +299,16 @@ class TestMany:
                 deaf.send(handover_pb2.ToDaemon(bye=handover_pb2.Bye()))
         wait_for(lambda: not daemon.status().sessions, 5, "every session to be over")
         daemon.check_integrity()
+
+
+def test_sessions_of_one_user_bar_no_other() -> None:
+    manager = Manager(1, SEGMENT, 4, Outbox(), lambda: 0.0)
+    for number in range(512):
+        manager.open_session(Identity(number.to_bytes(16, "big"), uid=1001), "")
+    with pytest.raises(Refused, match="uid 1001 has 512 sessions open") as caught:
+        manager.open_session(Identity(b"one too many....", uid=1001), "")
+    assert caught.value.code is Code.RESOURCE_EXHAUSTED
+    manager.open_session(Identity(b"of another user.", uid=1002), "")
 
 
 def test_a_label_is_one_line(daemon: Daemon) -> None:

@@ -119,3 +119,10 @@ def test_the_allow_list(peer: Credentials, allowed: bool) -> None:
     assert (refusal is None) is allowed
     if refusal is not None:
         assert str(peer.uid) in refusal
+
+
+def test_groups_without_a_number_here_match_nothing() -> None:
+    """In a user namespace all of them look like the overflow gid, even if the list has that."""
+    listed = AllowList.of([], [OVERFLOW, 200])
+    assert listed.refusal(Credentials(1, 1001, OVERFLOW, (OVERFLOW,))) is not None
+    assert listed.refusal(Credentials(1, 1001, OVERFLOW, (OVERFLOW, 200))) is None

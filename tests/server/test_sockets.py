@@ -100,6 +100,27 @@ def test_the_folder_is_made_when_only_it_is_missing(tmp_path: Path, umask: None)
         SocketFile(tmp_path / "file" / "a.sock", MODE, None).prepare()
 
 
+def test_a_folder_for_two_groups_can_be_passed_and_not_read(tmp_path: Path, umask: None) -> None:
+    file = SocketFile(tmp_path / "run" / "a.sock", MODE, GROUP)
+    file.prepare(passable=True)
+    assert stat.S_IMODE(file.path.parent.stat().st_mode) == 0o751
+
+
+def test_a_folder_that_anybody_may_write_into_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who may rename there may put a socket of his own in the place of ours."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    file = SocketFile(folder / "a.sock", MODE, GROUP)
+    folder.chmod(0o1777)  # as /tmp: nobody may rename what is another's
+    file.prepare()
+    assert not caplog.text
+    folder.chmod(0o777)
+    file.prepare()
+    assert f"every user may write into {folder} (mode 0777)" in caplog.text
+
+
 def test_a_path_that_is_too_long_is_named_with_its_length(tmp_path: Path) -> None:
     longest = tmp_path / ("x" * (LONGEST_PATH - len(str(tmp_path)) - 1))
     SocketFile(longest, MODE, None).prepare()

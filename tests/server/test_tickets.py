@@ -131,3 +131,14 @@ async def test_a_watch_fires_once(child: int, no_leak: None) -> None:
     await asyncio.sleep(0)
     watch.close()
     assert ended == [1]
+
+
+async def test_too_many_tickets_of_one_user_drop_none_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tickets_module, "_MOST_WAITING", 4)
+    tickets = Tickets()
+    first = tickets.issue(Identity(1, 1001, 0, (), None, b"i" * 16))
+    flood = [tickets.issue(Identity(2, 1002, 0, (), None, b"j" * 16)) for _ in range(10)]
+    assert tickets.waiting == 4
+    assert tickets.redeem(first) is not None
+    assert [tickets.redeem(ticket) is not None for ticket in flood] == [False] * 7 + [True] * 3
+    tickets.close()
