@@ -147,7 +147,12 @@ def ask(title: str, model: Path, socket: Path, folder: Path) -> Run:
             "kv_connector_module_path": "kvhost_connector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"socket": str(socket)},
+            # More patient than a server would be: three processes start on few cores here.
+            "kv_connector_extra_config": {
+                "socket": str(socket),
+                "deadline_ms": 2000,
+                "attach_wait_ms": 10_000,
+            },
         },
         "messages": [
             {"role": "user", "content": f"{(ROOT / 'demo' / 'document.md').read_text()}\n\n{QUESTION}"},
