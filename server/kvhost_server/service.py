@@ -291,11 +291,11 @@ class CacheService(cache_pb2_grpc.CacheServicer):
                 reading.release(session, PinId(pin))
             except Refused as refused:
                 fault("ITEM_KIND_RELEASE", pin, refused)
-        for abort in request.aborts:
-            try:
-                writing.abort(session, StoreId(abort.store_id), list(abort.unquiet_ranks))
-            except Refused as refused:
-                fault("ITEM_KIND_ABORT", abort.store_id, refused)
+        writing.abort_all(
+            session,
+            ((StoreId(abort.store_id), abort.unquiet_ranks) for abort in request.aborts),
+            lambda store, refused: fault("ITEM_KIND_ABORT", store, refused),
+        )
         for store in request.assigns:
             try:
                 writing.assign(session, StoreId(store.store_id), chunk_of(store.chunk))

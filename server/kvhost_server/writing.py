@@ -1,6 +1,6 @@
 """Taking slots and publishing chunks: reserve, assign, commit, abort."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -8,7 +8,7 @@ from kvhost_server.attachment import Attachment
 from kvhost_server.books import Books, ServiceState
 from kvhost_server.checks import ChunkRequest, check_chunk, parent_of
 from kvhost_server.errors import Code, Refused
-from kvhost_server.ids import SessionNumber, SlotIndex, StoreId
+from kvhost_server.ids import NamespaceNumber, SessionNumber, SlotIndex, StoreId
 from kvhost_server.namespace import Namespace
 from kvhost_server.notices import Recall
 from kvhost_server.sessions import Bounds, Grant, Session
@@ -155,6 +155,36 @@ class Writing:
         Raises:
             Refused: not a grant of this session, or a rank that the layout has not.
         """
+        refusals: list[Refused] = []
+        self.abort_all(session, [(store, unquiet_ranks)], lambda _, refused: refusals.append(refused))
+        for refused in refusals:
+            raise refused
+
+    def abort_all(
+        self,
+        session: Session,
+        aborts: Iterable[tuple[StoreId, Sequence[int]]],
+        on_refused: Callable[[StoreId, Refused], None],
+    ) -> None:
+        """As `abort` for each store with its unquiet ranks. A worker is asked once for all: one fence
+        a store would be more than it can read."""
+        unquiet: dict[tuple[NamespaceNumber, frozenset[int]], dict[StoreId, Grant]] = {}
+        for store, ranks in aborts:
+            try:
+                grant = self._end_store(session, store, ranks)
+            except Refused as refused:
+                on_refused(store, refused)
+                continue
+            if ranks:
+                unquiet.setdefault((grant.namespace.number, frozenset(ranks)), {})[store] = grant
+            else:
+                grant.namespace.table.give_back(grant.slot)
+        for (_, some), grants in unquiet.items():
+            namespace = next(iter(grants.values())).namespace
+            slots = [grant.slot for grant in grants.values()]
+            self._books.quarantine(session, namespace, slots, [], ranks=some, store_ids=list(grants))
+
+    def _end_store(self, session: Session, store: StoreId, unquiet_ranks: Sequence[int]) -> Grant:
         grant = session.grants.get(store)
         if grant is None:
             self._books.anomalies["stale_abort"] += 1
@@ -171,12 +201,7 @@ class Writing:
         self._books.end_grant(session, store, grant)
         if grant.key is not None:
             self._books.counters["aborted_stores"] += 1
-        if unquiet_ranks:
-            self._books.quarantine(
-                session, grant.namespace, [grant.slot], [], ranks=unquiet_ranks, store_ids=[store]
-            )
-        else:
-            grant.namespace.table.give_back(grant.slot)
+        return grant
 
     def _reserve_chunk(
         self, session: Session, namespace: Namespace, chunk: ChunkRequest, bounds: Bounds, reasons: list[str]

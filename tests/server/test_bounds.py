@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
+import tests.client.engine as engines
 from kvhost_client.handover import fetch_ticket
-from kvhost_client.types import ChainQuery, Semantics
+from kvhost_client.types import Abort, ChainQuery, Chunk, Semantics
 from kvhost_proto.v1 import cache_pb2, cache_pb2_grpc, common_pb2, handover_pb2
 from kvhost_server.errors import Code, Refused
 from kvhost_server.manager import Manager
@@ -298,6 +299,23 @@ class TestMany:
                     assert "64 earlier sessions of this engine still wait" in details
                 deaf.send(handover_pb2.ToDaemon(bye=handover_pb2.Bye()))
         wait_for(lambda: not daemon.status().sessions, 5, "every session to be over")
+        daemon.check_integrity()
+
+
+def test_many_aborts_ask_each_worker_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One fence a store would be more packets than a worker can read, and it would be given up."""
+    monkeypatch.setattr(engines, "SHARD_BYTES", 4000)
+    with Daemon("80MiB", ["--segment-size", "40MiB"]) as daemon, Engine(daemon.socket) as engine:
+        chunks = [Chunk(0, name) for name in keys("storm", 2_500)]
+        stores = [chunk.store_id for chunk in engine.session.reserve(0, chunks).chunks]
+        assert all(stores)
+        assert not engine.session.update(aborts=[Abort(store, (0,)) for store in stores]).errors
+        wait_for(lambda: not daemon.status().sessions[0].quarantined, 5, "the worker's answer to the fence")
+        anomalies = daemon.status().anomalies
+        assert anomalies["quarantined_slots"] == 2_500
+        assert anomalies["handover_slow_worker"] == 0
+        engine.store(keys("after", 2))
+        assert engine.wrong_bytes(keys("after", 2)) == []
         daemon.check_integrity()
 
 

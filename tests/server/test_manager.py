@@ -225,11 +225,11 @@ def test_many_quarantines_cost_each_no_more_than_few() -> None:
             world.settle(fences=False)
             (store,) = engine.reserve([key(i)])
             world.manager.writing.abort(engine.session, store, [0])
-        began = time.perf_counter()
+        began = time.process_time()
         for _ in range(stores // 10):
             engine.grants(1)
         world.manager.worker_ended(engine.workers[0])
-        took = time.perf_counter() - began
+        took = time.process_time() - began
         assert not world.books.custody.quarantines
         world.check()
         return took
