@@ -215,7 +215,7 @@ class HandoverServer:
             self._workers.worker_fenced(mapping, message.fenced.fence)
 
     def worker_lost(self, mapping: MappingId) -> None:
-        log.info("worker %d hung up; its process lives", mapping)
+        log.info("worker %d hung up; what it holds waits for the end of its process", mapping)
         self._workers.worker_disconnected(mapping)
 
     def worker_ended(self, mapping: MappingId) -> None:
