@@ -12,7 +12,8 @@ from kvhost_server.errors import Code, Refused
 from kvhost_server.namespace import Namespace
 from kvhost_server.reading import MAX_KEYS_PER_CALL, ChainAnswer, Found
 
-MAX_ITEMS_PER_UPDATE = 65536
+MAX_ITEMS_PER_UPDATE = 16384
+MAX_UNQUIET_RANKS = 1 << 20
 MAX_TOUCHED_KEYS = 262144
 _PER_SLICE = 4096
 
@@ -55,7 +56,7 @@ def check_update(request: cache_pb2.UpdateRequest) -> None:
     items = len(request.assigns) + len(request.commits) + len(request.aborts) + len(request.releases)
     _at_most(MAX_ITEMS_PER_UPDATE, "items in one update", items + len(request.touches))
     ranks = sum(len(abort.unquiet_ranks) for abort in request.aborts)
-    _at_most(MAX_ITEMS_PER_UPDATE * 16, "unquiet ranks in one update", ranks)
+    _at_most(MAX_UNQUIET_RANKS, "unquiet ranks in one update", ranks)
     keys = sum(len(chain.keys) // max(1, chain.key_bytes) for chain in request.touches)
     _at_most(MAX_TOUCHED_KEYS, "touched keys in one update", keys)
 

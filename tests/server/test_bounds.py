@@ -103,7 +103,7 @@ def lookup_of(*chains: cache_pb2.Chain) -> Callable[[bytes], cache_pb2.LookupReq
         (
             "Update",
             lambda session: cache_pb2.UpdateRequest(session_id=session, releases=range(MANY)),
-            "100000 items in one update; allowed are 65536",
+            "100000 items in one update; allowed are 16384",
         ),
         (
             "Update",
