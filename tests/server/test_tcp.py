@@ -1,7 +1,9 @@
 """The TCP port: closed unless asked for, never without certificates on both sides; nothing on it holds."""
 
+import json
 import re
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +18,7 @@ from kvhost_server.cli import main
 from kvhost_server.exits import ExitCode
 from kvhost_server.listener import Address
 from tests.client.engine import KEY_BYTES, Engine, keys
+from tests.server.test_by_hand import GRPCURL
 from tests.support import Daemon, fd_count, wait_for
 from tests.support.certificates import Authority, Pair
 
@@ -128,6 +131,18 @@ class TestWhatIsServed:
             "grpc.health.v1.Health",
             "grpc.reflection.v1alpha.ServerReflection",
         }
+
+    def test_by_hand(self, daemon: Daemon, tmp_path: Path) -> None:
+        """The command of SECURITY.md."""
+        (tmp_path / "ca.pem").write_bytes(OURS.pem)
+        cert, key = OURS.client().write(tmp_path, "client")
+        command = [
+            *(GRPCURL, "-cacert", str(tmp_path / "ca.pem"), "-cert", str(cert), "-key", str(key)),
+            *(f"127.0.0.1:{port_of(daemon)}", "kvhost.v1.Admin/Status"),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["pid"] == daemon.pid
 
     def test_health(self, channel: grpc.Channel) -> None:
         stub = health_pb2_grpc.HealthStub(channel)
