@@ -126,7 +126,7 @@ class Agent:
         refused = {error.id for error in result.errors if error.kind == ItemKind.COMMIT}
         # A commit that somebody else had published before is as good: the chunk is there.
         self._board.stored([store.chunk.key for store in changes.commits if store.store_id not in refused])
-        if changes.commits or changes.aborts:
+        if changes.assigns or changes.commits or changes.aborts:
             self._board.freed()
         if result.errors:
             self._board.counters.add("refused_updates", len(result.errors))

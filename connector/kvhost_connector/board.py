@@ -41,6 +41,7 @@ IDLE_GIVES_BACK_S = 5.0
 # Before more is asked for after fewer slots were given than asked for.
 PENDING_PAUSE_S = 0.02
 FULL_PAUSE_S = 0.25
+RECALL_PAUSE_S = 0.05
 # Between two questions to a daemon that did not answer the last one.
 SILENT_PAUSE_S = 0.25
 
@@ -304,7 +305,7 @@ class Board:
     def down(self, why: str) -> None:
         """The session is over, and with it everything granted and pinned."""
         with self._wake:
-            known = self._session is not None
+            known = self._session is not None and not self._closing
             self._session = None
             self._mapped = self._silent = False
             self._slots = 0
@@ -368,7 +369,7 @@ class Board:
             self._news.append(News(NewsKind.STORED, tuple(keys)))
 
     def freed(self) -> None:
-        """Grants of ours ended: there is room below our own bound."""
+        """Grants of ours were used or ended: there is room below our own bounds."""
         with self._wake:
             self._room, self._reserve_after = True, 0.0
 
@@ -463,7 +464,7 @@ class Board:
         """How many slots to hold ahead now."""
         if self._closing or self._clock() - self._active_at > IDLE_GIVES_BACK_S:
             return 0
-        return min(self._stock_target, max(1, self._slots // 4))
+        return min(self._stock_target, max(1, self._slots // 8))
 
     def _may_reserve_at(self) -> float:
         return max(self._reserve_after, self._recalled_until)
@@ -527,4 +528,4 @@ class Board:
             self._flush = True
             self.counters.add("grants_given_back", len(grants))
             # Whoever recalled them needs the room now.
-            self._recalled_until = self._clock() + FULL_PAUSE_S
+            self._recalled_until = self._clock() + RECALL_PAUSE_S

@@ -177,13 +177,11 @@ class SchedulerHalf:
         return [job.req_id for job in self._half._current_batch_load_jobs.values()]
 
     def rewind_stored(self, req_id: str, group: int, chunk: int) -> None:
-        """Lets native offer the chunks from `chunk` on again in the next step. Not for finished requests:
-        they have no next step."""
+        """Lets native offer the chunks from `chunk` on again, in this step or the next."""
         status = self.status(req_id)
-        if status is None or status.req.is_finished():
-            return
-        state = status.group_states[group]
-        state.next_stored_chunk_idx = min(state.next_stored_chunk_idx, chunk)
+        if status is not None:
+            state = status.group_states[group]
+            state.next_stored_chunk_idx = min(state.next_stored_chunk_idx, chunk)
 
     def shun(self, req_id: str) -> None:
         """Has native store nothing of a request that it could not be asked about: its block table may be

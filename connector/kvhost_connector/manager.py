@@ -40,6 +40,9 @@ _ADVICE_LASTS_S = 1.0
 # After an answer that did not come, so long nothing is asked for the request.
 _BLIND_S = 0.5
 
+# So many removed keys are remembered, to store nothing that builds on them.
+_REMOVED_LIMIT = 1 << 16
+
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
@@ -64,7 +67,7 @@ def _never_raises(
 
 
 class Shortfall(NamedTuple):
-    """A request for whose chunks, from `chunk` on in this group, no grant was there yet."""
+    """A request whose chunks from `chunk` on, in this group, found no grant and must be offered again."""
 
     req_id: str
     position: int
@@ -90,8 +93,12 @@ class HostManager(OffloadingManager):
         self._table = TransferTable(0, ())
         self._views: dict[str, RequestView] = {}
         self._stored = StoredKeys()
+        # Keys that were removed and not stored again, and how often this changed.
+        self._removed = StoredKeys(_REMOVED_LIMIT)
+        self._removals = 0
         self.epoch = Epoch(0)
-        self._shortfalls: list[Shortfall] = []
+        # (request, group) -> first chunk that found no grant.
+        self._owed: dict[tuple[str, int], int] = {}
 
     def attach(
         self, board: Board, *, ranks: int, writers: Sequence[int], may_attach: Callable[[], bool]
@@ -185,10 +192,31 @@ class HostManager(OffloadingManager):
             if transfer is not None:
                 self._finish(transfer)
 
-    def take_shortfalls(self) -> list[Shortfall]:
-        """Stores of the last step that lacked grants which are on their way."""
-        shortfalls, self._shortfalls = self._shortfalls, []
-        return shortfalls
+    def take_shortfalls(self, *, windowed: bool) -> list[Shortfall]:
+        """What native should offer again, of groups with windowed (or state) layers or of the others.
+
+        Blocks of full attention stay with their request: they may be offered whenever a grant is there. Those
+        of a window may be given to somebody else: only in the very next step.
+        """
+        board = self._board
+        if board is None or not self._owed or not (board.grants_to_come if windowed else len(board.stock)):
+            return []
+        due = [
+            Shortfall(req_id, position, chunk)
+            for (req_id, position), chunk in self._owed.items()
+            if (view := self._views.get(req_id)) is not None and view.groups[position].prefix != windowed
+        ]
+        for req_id, position, _ in due:
+            del self._owed[req_id, position]
+        return due
+
+    def drop_shortfalls(self) -> None:
+        """Windowed chunks that were not offered again in time are not stored."""
+        self._owed = {
+            (req_id, position): chunk
+            for (req_id, position), chunk in self._owed.items()
+            if (view := self._views.get(req_id)) is not None and view.groups[position].prefix
+        }
 
     def flush(self) -> None:
         """The step is over: its changes go as one message."""
@@ -279,11 +307,14 @@ class HostManager(OffloadingManager):
         if view is None or board is None:
             return nothing
         self._absorb_news(board)
-        wanted = [key for key in keys if not self._is_stored(view.wire(key))]
         authority = board.authority
+        ends = {key: req_context.get_offload_key_position(key) or 0 for key in keys}
+        view.find_cuts(self._removed, self._removals)
+        wanted = [
+            key for key in keys if not self._is_stored(view.wire(key)) and not view.is_cut_off(key, ends[key])
+        ]
         if not wanted or authority is None:
             return nothing
-        ends = {key: req_context.get_offload_key_position(key) or 0 for key in wanted}
         grants = board.stock.take(authority.serial, len(wanted))
         accepted = set(wanted)
         if len(grants) < len(wanted):
@@ -294,6 +325,7 @@ class HostManager(OffloadingManager):
             return nothing
         chosen = [key for key in wanted if key in accepted]
         chunks = [view.chunk(key, ends[key]) for key in chosen]
+        self._restored(chunk.key for chunk in chunks)
         self._events.learn(dict(zip((chunk.key for chunk in chunks), chosen, strict=True)))
         transfer = self._table.open_store(
             authority,
@@ -375,6 +407,7 @@ class HostManager(OffloadingManager):
         hits = {key for key, at in found.items() if at == Found.HIT}
         for key in hits:
             self._stored.add(key)
+        self._restored(hits)
         view.found = {key for chain in view.chains for key in chain if view.wire(key) in hits}
 
     def _take_pins(
@@ -425,20 +458,23 @@ class HostManager(OffloadingManager):
 
     # Storing.
 
+    def _restored(self, wires: Iterable[bytes]) -> None:
+        for wire in wires:
+            if wire in self._removed:
+                self._removed.discard(wire)
+                self._removals += 1
+
     def _is_stored(self, wire: bytes) -> bool:
         return wire in self._stored or wire in self._table.storing
 
     def _fall_short(
         self, view: RequestView, board: Board, left: Sequence[bytes], ends: dict[OffloadKey, int]
     ) -> None:
-        if not board.grants_to_come:
-            board.counters.add("stores_without_grant", len(left))
-            return
-        first: dict[int, int] = {}
+        board.counters.add("stores_without_grant", len(left))
         for key in left:
             position, index = view.place(key, ends[OffloadKey(key)])
-            first[position] = min(first.get(position, index), index)
-        self._shortfalls.extend(Shortfall(view.req_id, *place) for place in first.items())
+            place = (view.req_id, position)
+            self._owed[place] = min(self._owed.get(place, index), index)
 
     def _spec(self, transfer: Transfer, slots: Sequence[int], store_ids: Sequence[int] = ()) -> SlotSpec:
         return SlotSpec(
@@ -487,10 +523,13 @@ class HostManager(OffloadingManager):
             if news.kind is NewsKind.STORED:
                 for key in news.keys:
                     self._stored.add(key)
+                self._restored(news.keys)
                 self._events.stored(news.keys)
             elif news.kind is NewsKind.REMOVED:
+                self._removals += 1
                 for key in news.keys:
                     self._stored.discard(key)
+                    self._removed.add(key)
                 self._events.removed(news.keys)
             else:
                 self._forget_stored()
@@ -500,4 +539,6 @@ class HostManager(OffloadingManager):
 
     def _forget_stored(self) -> None:
         self._stored.clear()
+        self._removed.clear()
+        self._removals += 1
         self._events.all_removed()

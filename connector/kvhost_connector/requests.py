@@ -58,12 +58,21 @@ class RequestView:
     # Keys of a load that failed: misses from then on, else the request would load and fail for ever.
     failed: set[bytes] = field(default_factory=set)
     touched: bool = False
+    # Where each chain is known to be cut, as of so many removals.
+    cuts: list[int | None] = field(default_factory=list)
+    cuts_as_of: int = -1
+    wires: dict[bytes, bytes] = field(default_factory=dict)
     preemptions: int = 0
     hold_until_step: int = 0
 
     def wire(self, key: bytes) -> bytes:
         """The key as the daemon knows it: an adapter's identity is inside."""
-        return adapter_key(key, self.adapter)
+        if not self.adapter:
+            return key
+        wire = self.wires.get(key)
+        if wire is None:
+            wire = self.wires[key] = adapter_key(key, self.adapter)
+        return wire
 
     def place(self, key: bytes, end_token: int) -> tuple[int, int]:
         """(position of the group, index of the chunk in it) of a key that ends at this token."""
@@ -81,6 +90,24 @@ class RequestView:
         if group.prefix and 0 < index <= len(self.chains[position]):
             parent = self.wire(self.chains[position][index - 1])
         return Chunk(group.id, self.wire(key), parent)
+
+    def is_cut_off(self, key: bytes, end_token: int) -> bool:
+        """Whether a chunk before this one was removed: by prefix this one could not be found."""
+        position, index = self.place(key, end_token)
+        cut = self.cuts[position] if self.cuts else None
+        return cut is not None and index > cut
+
+    def find_cuts(self, removed: StoredKeys, as_of: int) -> None:
+        """Looks where the chains are cut, if there were removals since the last look."""
+        if self.cuts_as_of == as_of:
+            return
+        self.cuts_as_of = as_of
+        self.cuts = [
+            next((index for index, key in enumerate(chain) if self.wire(key) in removed), None)
+            if group.prefix and len(removed)
+            else None
+            for group, chain in zip(self.groups, self.chains, strict=True)
+        ]
 
     def all_chains(self) -> list[ChainQuery]:
         """Questions for all keys of the request."""

@@ -38,9 +38,6 @@ from kvhost_proto.v1 import common_pb2
 
 logger = logging.getLogger("vllm.kvhost")
 
-# How long a first request waits for the very first connection; a daemon that is there needs milliseconds.
-_CONNECT_GRACE_S = 0.3
-
 Matched = tuple[int | None, bool]
 Declaration = tuple[common_pb2.NamespaceSpec, Mapping[int, bytes]]
 WAIT: Matched = (None, False)
@@ -91,7 +88,7 @@ class SchedulerSide:
         # Weights and reports that the link declared last.
         self._declared: tuple[str, dict[int, WorkerReport]] = (config.weights_version, {})
         self._hopeless = False
-        self._attach_until = self._connect_until = 0.0
+        self._attach_until = 0.0
         self._step = 0
         self._reset_since_step = False
         # Requests whose blocks were computed with older weights: their limit on storing before that.
@@ -141,9 +138,7 @@ class SchedulerSide:
             logger.error("kvhost: this engine runs without the cache: %s", error)
             return
         if not self._attach_until:
-            now = time.monotonic()
-            self._attach_until = now + self._config.attach_wait_s
-            self._connect_until = now + min(_CONNECT_GRACE_S, self._config.attach_wait_s)
+            self._attach_until = time.monotonic() + self._config.attach_wait_s
         self._link.declare_again()
 
     def declaration(self) -> Declaration | None:
@@ -172,10 +167,9 @@ class SchedulerSide:
     def _may_attach(self) -> bool:
         """Whether this new engine will be attached in a moment, so that its first request may wait for it.
         Never where no daemon answers, and never again after the first time."""
-        now = time.monotonic()
-        if self.board.ever_mapped or now >= self._attach_until:
+        if self.board.ever_mapped or time.monotonic() >= self._attach_until:
             return False
-        return self.board.connected or now < self._connect_until
+        return self.board.connected if self.board.has_session else not self._link.problem
 
     # The course of a request.
 
@@ -269,9 +263,11 @@ class SchedulerSide:
         meta: Any = None
         if not self._broken:
             try:
+                self._offer_again(windowed=False)
                 meta = native(output)
                 self.manager.delivered()
-                self._offer_again()
+                self._offer_again(windowed=True)
+                self.manager.drop_shortfalls()
             except Exception:
                 self._give_up()
         failed = tuple(dict.fromkeys(self._promised))
@@ -308,9 +304,9 @@ class SchedulerSide:
     def has_work(self, native: Callable[[], bool]) -> bool:
         return not self._broken and native()
 
-    def _offer_again(self) -> None:
-        """Chunks for which no grant was there yet: native would never offer them again (contract 14)."""
-        for shortfall in self.manager.take_shortfalls():
+    def _offer_again(self, *, windowed: bool) -> None:
+        """Chunks for which no grant was there: native would never offer them again (contract 14)."""
+        for shortfall in self.manager.take_shortfalls(windowed=windowed):
             self._native.rewind_stored(shortfall.req_id, shortfall.position, shortfall.chunk)
 
     def _give_up(self) -> None:

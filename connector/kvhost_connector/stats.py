@@ -17,7 +17,7 @@ _COUNTERS = {
     "pin_deadlines": "Requests computed because kvhostd did not confirm a hold in time.",
     "late_pins_given_back": "Holds on chunks that came too late to be used and were given back.",
     "grants_given_back": "Slots that were granted ahead and given back unused.",
-    "stores_without_grant": "Chunks not stored because no slot was granted.",
+    "stores_without_grant": "Times that a chunk could not be stored yet because no slot was granted.",
     "failed_loads": "Loads that were reported failed.",
     "failed_stores": "Stores that were given up.",
     "refused_updates": "Changes that kvhostd refused.",

@@ -61,13 +61,15 @@ class Shape:
 
 
 def kv_transfer(socket: str, policy: str = "recompute", **extra: Any) -> dict[str, Any]:
-    """Fields of KVTransferConfig for an engine of this daemon."""
+    """Fields of KVTransferConfig for an engine of this daemon. Waits are long, for busy machines; tests of
+    deadlines give their own."""
+    waits = {"deadline_ms": 5000, "attach_wait_ms": 30_000}
     return {
         "kv_connector": "KVHostConnector",
         "kv_connector_module_path": "kvhost_connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": policy,
-        "kv_connector_extra_config": {"socket": socket, **extra},
+        "kv_connector_extra_config": {"socket": socket, **waits, **extra},
     }
 
 

@@ -1,4 +1,4 @@
-"""Many requests, few blocks: preemptions, aborts, failing copies, a dying daemon, all at once (drills 4 to 8)."""
+"""Many requests, few blocks: preemption, aborts, failing copies, a dying daemon, together (drills 4 to 8)."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_daemon_that_dies_and_comes_back(plane: Plane, seed: int) -> None:
     chance = random.Random(seed)
     with Daemon("4MiB") as daemon:
         current = daemon
-        with Sim(Shape(blocks=40, max_seqs=6), kv_transfer(daemon.socket)) as sim:
+        with Sim(Shape(blocks=40, max_seqs=6), kv_transfer(daemon.socket, deadline_ms=100)) as sim:
 
             def disturb() -> None:
                 nonlocal current
@@ -121,7 +121,7 @@ def test_a_daemon_that_dies_and_comes_back(plane: Plane, seed: int) -> None:
 
 def test_a_daemon_that_is_stopped_now_and_then(daemon: Daemon, plane: Plane) -> None:
     chance = random.Random(5)
-    with Sim(Shape(blocks=40, max_seqs=6), kv_transfer(daemon.socket)) as sim:
+    with Sim(Shape(blocks=40, max_seqs=6), kv_transfer(daemon.socket, deadline_ms=100)) as sim:
 
         def disturb() -> None:
             if chance.random() < 0.2:
