@@ -16,6 +16,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,6 +24,8 @@ from typing import Any
 import grpc
 import pytest
 
+from kvhost_client.errors import KVHostError
+from kvhost_client.handover import fetch_ticket
 from kvhost_client.types import Chunk, Pin
 from kvhost_proto.v1 import admin_pb2, cache_pb2, cache_pb2_grpc, common_pb2, handover_pb2
 from tests.client.engine import Engine, key, keys, prefix, spec
@@ -31,6 +34,7 @@ from tests.drills.scale import Record, rounds
 from tests.server.rawclient import RawClient, hello, scheduler_hello
 from tests.server.test_pool import punch_hole
 from tests.support import Daemon, fd_count, in_child, wait_for
+from tests.support.limits import limited
 from tests.support.users import fork_as, open_folder
 
 STRANGER = 4242
@@ -120,7 +124,7 @@ def unharmed(daemon: Daemon, victim: Victim) -> Iterator[None]:
     before = fd_count(daemon.pid)
     yield
     victim.check()
-    wait_for(lambda: fd_count(daemon.pid) <= before, 15.0, f"{before} descriptors again")
+    wait_for(lambda: fd_count(daemon.pid) <= before, 60.0, f"{before} descriptors again")
     assert "Traceback" not in daemon.log
 
 
@@ -243,10 +247,32 @@ class TestNoise:
                 with Engine(daemon.socket, model="meanwhile") as engine:
                     engine.store(keys("meanwhile", 2))
                     assert engine.wrong_bytes(keys("meanwhile", 2)) == []
-                wait_for(lambda: fd_count(daemon.pid) <= before + 2, 15.0, "the silent ones to be closed")
+                wait_for(lambda: fd_count(daemon.pid) <= before + 2, 60.0, "the silent ones to be closed")
             finally:
                 for client in silent:
                     client.close()
+
+    def test_more_connections_than_the_daemon_may_have_files(self) -> None:
+        """Who was there before goes on; who comes is served as soon as the silent ones were closed."""
+        with (
+            Record("11 out of files") as record,
+            many_files(),
+            Daemon("16MiB", ["--segment-size", "1MiB"], prefix=limited(nofile=1024)) as small,
+            Engine(small.socket) as engine,
+            ExitStack() as stack,
+        ):
+            for _ in range(rounds(1_300, 3_000)):
+                client = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                client.connect(small.socket)
+                record.rounds += 1
+            wait_for(lambda: fd_count(small.pid) > 1000, 10.0, "the daemon to be out of descriptors")
+            engine.store(keys("before", 3))
+            assert engine.wrong_bytes(keys("before", 3)) == []
+            began = time.monotonic()
+            wait_for(lambda: _attaches(small), 60.0, "a new engine to be served")
+            record.worst("seconds until a new engine is served", time.monotonic() - began)
+            assert not engine.session.ended
+            small.check_integrity()
 
     def test_descriptors_that_nobody_asked_for(self, daemon: Daemon, sockets: tuple[str, str]) -> None:
         before = daemon.status().anomalies
@@ -583,6 +609,16 @@ def _call_raw(channel: grpc.Channel, service: str, method: str, message: bytes) 
     except grpc.RpcError as error:
         return error.code()
     return grpc.StatusCode.OK
+
+
+def _attaches(daemon: Daemon) -> bool:
+    try:
+        fetch_ticket(daemon.handover_socket, fresh_instance(), 1.0)
+        with Engine(daemon.socket, model="newcomer") as engine:
+            engine.store(keys("newcomer", 1))
+            return engine.wrong_bytes(keys("newcomer", 1)) == []
+    except (KVHostError, AssertionError):
+        return False
 
 
 def _open_sessions(daemon: Daemon) -> set[int]:
