@@ -62,10 +62,15 @@ class Agent:
         if work.probe:
             self._call(work.session.ping)
             return
-        if work.changes:
-            self._update(work)
-        if work.declare:
-            self._declare(work)
+        try:
+            if work.changes:
+                self._update(work)
+            if work.declare:
+                self._declare(work)
+        except KVHostError as error:
+            # A reset that waits behind them must not be forgotten: without it nothing is usable again (I12).
+            self._board.put_off(work, unheard=isinstance(error, DeadlineExceeded | BreakerOpen))
+            raise
         if work.rebase is not None:
             self._leave_namespace(work, work.rebase)
         # A request whose lookup is answered may be computed, and want to be stored, a moment later.
@@ -146,11 +151,7 @@ class Agent:
         declaration = self._declaration()
         if declaration is None:
             return
-        try:
-            self._call(work.session.declare, *declaration)
-        except BreakerOpen:
-            self._board.declare_again()
-            raise
+        self._call(work.session.declare, *declaration)
 
     def _leave_namespace(self, work: Round, weights_version: str) -> None:
         try:

@@ -427,6 +427,17 @@ class Board:
                 self._changes = work.changes.followed_by(self._changes)
                 self._flush = True
 
+    def put_off(self, work: Round, *, unheard: bool) -> None:
+        """The round broke off before its orders: they go with the next. A declaration only if it was
+        `unheard`; one that was refused would be refused again."""
+        with self._wake:
+            if self._session is not work.session:
+                return
+            self._declare = self._declare or (work.declare and unheard)
+            # A later reset stands on the board itself.
+            if self._rebase is None and self._serial == work.serial:
+                self._rebase = work.rebase
+
     def failed(self, work: Round) -> None:
         """The round broke off: answers that are not there will not come."""
         with self._wake:
