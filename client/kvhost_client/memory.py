@@ -17,6 +17,7 @@ PAGE = mmap.PAGESIZE
 
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MADV_DONTFORK = 10
+_MADV_DONTDUMP = 16
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -42,7 +43,9 @@ class Region:
     """One shared mapping of this process. Owns it: `unmap` ends it, once."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
-        """Maps all of the file, readable and writable, not inherited by forked children. Raises `OSError`.
+        """Maps all of the file, readable and writable, for this process only. Raises `OSError`.
+
+        Forked children do not inherit it. Core dumps leave it out: prompts can be made of what it holds.
 
         The descriptor stays the caller's.
         """
@@ -54,10 +57,11 @@ class Region:
         self._mapped = True
         # Held for one piece of prefaulting, or for unmapping; never wanted by an engine's threads.
         self._lock = threading.Lock()
-        if _libc.madvise(address, nbytes, _MADV_DONTFORK) != 0:
-            error = _fail("madvise(MADV_DONTFORK)", nbytes)
-            self.unmap()
-            raise error
+        for advice, name in ((_MADV_DONTFORK, "MADV_DONTFORK"), (_MADV_DONTDUMP, "MADV_DONTDUMP")):
+            if _libc.madvise(address, nbytes, advice) != 0:
+                error = _fail(f"madvise({name})", nbytes)
+                self.unmap()
+                raise error
 
     def populate(self, offset: int, nbytes: int) -> bool:
         """Makes the pages of a range present and writable for this process; contents stay.

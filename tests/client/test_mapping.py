@@ -7,6 +7,7 @@ import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -321,6 +322,17 @@ class TestHandedOver:
 
 
 class TestRegion:
+    def test_it_is_left_out_of_children_and_of_core_dumps(self) -> None:
+        file = sealed_file(MIB)
+        region = Region(file, MIB)
+        try:
+            entries = Path("/proc/self/smaps").read_text().partition(f"{region.address:x}-")[2]
+            flags = entries.partition("VmFlags:")[2].splitlines()[0].split()
+            assert {"dc", "dd", "sh"} <= set(flags)  # not copied on fork, not dumped, shared
+        finally:
+            region.unmap()
+            os.close(file)
+
     def test_unmapping_twice_is_once(self) -> None:
         file = sealed_file(MIB)
         before = map_count(os.getpid(), "memfd:kvhost-test")
