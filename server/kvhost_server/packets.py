@@ -30,7 +30,7 @@ _FLAGS = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
 
 @dataclass
 class Packet:
-    """One received packet; an empty one is the end of the connection."""
+    """One received packet, or the end of the connection."""
 
     data: bytes
     sender: int
@@ -39,6 +39,9 @@ class Packet:
     fds: list[int] = field(default_factory=list)
     truncated: bool = False
     """It, or what came with it, was larger than allowed; part of it is lost."""
+    end: bool = False
+    """No packet came and none will. A packet without bytes is none of this: anybody who inherited the
+    connection can send one, and it proves nothing."""
 
 
 def receive(connection: socket.socket) -> Packet:
@@ -50,6 +53,7 @@ def receive(connection: socket.socket) -> Packet:
     """
     data, ancillary, flags, _ = connection.recvmsg(LARGEST_PACKET + 1, _ANCILLARY, _FLAGS)
     packet = Packet(data, 0, truncated=bool(flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)))
+    packet.end = not data and not ancillary  # the kernel names the sender of every packet
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds = array.array("i")

@@ -163,8 +163,8 @@ class Connection:
             except ConnectionResetError:
                 continue  # told once, when it closed with packets of ours unread; its own are behind that
             except OSError:
-                packet = Packet(b"", 0)  # a broken connection ends as any other
-            if not packet.data:
+                packet = Packet(b"", 0, end=True)  # a broken connection ends as any other
+            if packet.end:
                 self._close_all(packet.fds)
                 self._end_of_file()
                 return
@@ -393,7 +393,7 @@ class Connection:
             for _ in range(_MOST_DRAINED):
                 packet = packets.receive(sock)
                 self._close_all(packet.fds)
-                if not packet.data:
+                if packet.end:
                     break
         sock.close()
 

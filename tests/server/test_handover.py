@@ -360,6 +360,25 @@ class TestProof:
         assert refusal.message.startswith(f"HELLO comes from process {child} on a connection that process ")
         assert workers.calls == []
 
+    async def test_a_packet_without_bytes_is_no_end_of_file(
+        self, serve: Serve, workers: Workers, tmp_path: Path
+    ) -> None:
+        """Where end-of-file is the proof, whoever inherited the connection could give it."""
+        server = serve(kernel_pidfd=lambda sock: None)
+        with RawClient(tmp_path / "h.sock") as client:
+            client.send(hello())
+            await client.receive()
+            server.offer(MappingId(1), assignments(1))
+            await client.receive()
+            child = fork_child(lambda: client.send_bytes(b""))
+            os.waitpid(child, 0)
+            await wait_for_async(lambda: server.anomalies["handover_foreign_sender"] == 1)
+            client.send(MAPPED)
+            await wait_for_async(lambda: workers.calls[-1] == ("mapped", 1, 100, 101))
+            client.send_bytes(b"")
+            assert "the packet starts with b''" in (await client.refused()).message
+            assert workers.calls[-1] == ("disconnected", 1)
+
     async def test_without_any_pidfd_end_of_file_is_the_proof_for_cpu_copies(
         self, serve: Serve, workers: Workers, tmp_path: Path
     ) -> None:
