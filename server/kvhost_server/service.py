@@ -5,9 +5,10 @@ bounded queues that collapse instead of growing.
 """
 
 import asyncio
+import contextlib
 import logging
-from collections import Counter, deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, Protocol
 
 import grpc
@@ -15,7 +16,7 @@ import grpc
 from kvhost_proto.v1 import cache_pb2, cache_pb2_grpc, common_pb2
 from kvhost_server.errors import Code, Refused
 from kvhost_server.identity import Identity
-from kvhost_server.ids import ChunkKey, NamespaceNumber, PinId, SessionNumber, StoreId
+from kvhost_server.ids import NamespaceNumber, PinId, SessionNumber, StoreId
 from kvhost_server.lookups import (
     answer_at_once,
     answer_in_slices,
@@ -25,23 +26,21 @@ from kvhost_server.lookups import (
 )
 from kvhost_server.manager import Manager
 from kvhost_server.namespace import Namespace
-from kvhost_server.notices import Cleared, Ended, Evicted, KeyEvent, Notice, Resync, Stored
+from kvhost_server.notices import Ended, Evicted, KeyEvent, Notice, Resync
 from kvhost_server.reading import MAX_KEYS_PER_CALL, ChainAnswer
 from kvhost_server.sessions import Session
 from kvhost_server.stewardship import namespace_named
 from kvhost_server.version import PROTOCOL_MAJOR, version_message
-from kvhost_server.wire import MAX_RANKS, answers, chunk_of, notice_message, pack, printable, refuse, spec_of
+from kvhost_server.watching import Watching
+from kvhost_server.wire import MAX_RANKS, answers, chunk_of, notice_message, printable, refuse, spec_of
 
 logger = logging.getLogger(__name__)
 
-MAX_WATCHERS = 256
 _MAX_LABEL = 256
 _MAX_PROGRAM = 64
 _MAX_QUEUED_NOTICES = 1024
-_MAX_QUEUED_WATCH_EVENTS = 4096
 _MAX_QUEUED_KEY_BYTES = 16 << 20
 _KEYS_PER_SLICE = 4096
-_KEYS_PER_WATCH_EVENT = 1024
 
 
 class Doorkeeper(Protocol):
@@ -104,7 +103,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         self._doorkeeper = doorkeeper
         self._populated = populated
         self._streams: dict[SessionNumber, NoticeQueue] = {}
-        self._watchers: set[_Watcher] = set()
+        self._watching = Watching(manager.books)
         self._with_events: set[NamespaceNumber] = set()
         self._chores_run = False
 
@@ -328,27 +327,13 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         self, request: cache_pb2.WatchRequest, context: Any
     ) -> AsyncGenerator[cache_pb2.WatchEvent, None]:
         try:
-            if len(self._watchers) >= MAX_WATCHERS:
-                raise Refused(Code.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} watches are open, which is the limit")
             only = namespace_named(self._books, request.namespace) if request.namespace else None
+            self._watching.check_room()
         except Refused as refused:
             await refuse(context, refused)
-        watcher = _Watcher(only.number if only else None)
-        self._watchers.add(watcher)
-        try:
-            for namespace in [only] if only else list(self._books.namespaces.values()):
-                watcher.gaps.add(namespace.number)
-            while True:
-                while watcher.gaps:
-                    known = self._books.namespaces.get(watcher.gaps.pop())
-                    # Made page by page; events since it began stand in the queue.
-                    for event in self._snapshot(known) if known is not None else ():
-                        yield watcher.numbered(event)
-                following = await watcher.next()
-                if following is not None:
-                    yield watcher.numbered(following)
-        finally:
-            self._watchers.discard(watcher)
+        async with contextlib.aclosing(self._watching.watch(only)) as events:
+            async for event in events:
+                yield event
 
     # Inside.
 
@@ -411,12 +396,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
                 continue
             events, lost = namespace.take_events()
             self._tell_sessions(namespace, events, lost)
-            for watcher in self._watchers:
-                if watcher.only in (None, number):
-                    if lost or any(isinstance(e, Cleared) for e in events):
-                        watcher.lost(number)
-                    else:
-                        watcher.put(number, self._watch_events(namespace, events))
+            self._watching.tell(namespace, events, lost)
 
     def _tell_sessions(self, namespace: Namespace, events: list[KeyEvent], lost: bool) -> None:
         gone = [event.key for event in events if isinstance(event, Evicted)]
@@ -433,105 +413,3 @@ class CacheService(cache_pb2_grpc.CacheServicer):
                 notice.removed.keys = b"".join(gone)
                 notice.removed.key_bytes = size
                 stream.put(notice)
-
-    def _watch_events(self, namespace: Namespace, events: list[KeyEvent]) -> list[cache_pb2.WatchEvent]:
-        """Consecutive events of one kind as one message."""
-        told: list[cache_pb2.WatchEvent] = []
-        run: list[KeyEvent] = []
-        for event in [*events, Cleared()]:
-            if run and (type(event) is not type(run[0]) or len(run) >= _KEYS_PER_WATCH_EVENT):
-                told.append(self._watch_event(namespace, run))
-                run = []
-            run.append(event)
-        return told
-
-    def _watch_event(self, namespace: Namespace, run: list[KeyEvent]) -> cache_pb2.WatchEvent:
-        event = self._event(namespace)
-        stored = [(e.key, e.parent) for e in run if isinstance(e, Stored)]
-        if stored:
-            self._fill(event, namespace, stored)
-        else:
-            event.removed.key_bytes = namespace.spec.layout.key_bytes
-            event.removed.keys = b"".join(e.key for e in run if isinstance(e, Evicted))
-        return event
-
-    def _snapshot(self, namespace: Namespace) -> Iterator[cache_pb2.WatchEvent]:
-        """A gap, all keys there are when it begins, and a mark that this was all."""
-        pages = namespace.table.pages(_KEYS_PER_WATCH_EVENT)
-        gap = self._event(namespace)
-        gap.gap.SetInParent()
-        yield gap
-        for page in pages:
-            yield self._fill(self._event(namespace), namespace, page)
-        synced = self._event(namespace)
-        synced.synced.SetInParent()
-        yield synced
-
-    def _fill(
-        self,
-        event: cache_pb2.WatchEvent,
-        namespace: Namespace,
-        stored: list[tuple[ChunkKey, ChunkKey | None]],
-    ) -> cache_pb2.WatchEvent:
-        size = namespace.spec.layout.key_bytes
-        event.stored.key_bytes = size
-        event.stored.keys = pack((key for key, _ in stored), size)
-        event.stored.parents = pack((parent for _, parent in stored), size)
-        return event
-
-    def _event(self, namespace: Namespace) -> cache_pb2.WatchEvent:
-        stamp = common_pb2.Stamp(boot_id=self._books.boot_id, generation=namespace.generation)
-        return cache_pb2.WatchEvent(stamp=stamp, namespace_number=namespace.number)
-
-
-class _Watcher:
-    """One Watch stream. When its queue runs full, the namespaces in it start anew with a gap."""
-
-    def __init__(self, only: NamespaceNumber | None) -> None:
-        self.only = only
-        self.gaps: set[NamespaceNumber] = set()
-        self._events: deque[tuple[NamespaceNumber, cache_pb2.WatchEvent]] = deque()
-        self._bytes = 0
-        self._sequences: Counter[int] = Counter()
-        self._wake = asyncio.Event()
-
-    def put(self, namespace: NamespaceNumber, events: list[cache_pb2.WatchEvent]) -> None:
-        if namespace in self.gaps:
-            return  # a snapshot will tell
-        more = sum(map(_key_bytes, events))
-        if (
-            len(self._events) + len(events) > _MAX_QUEUED_WATCH_EVENTS
-            or self._bytes + more > _MAX_QUEUED_KEY_BYTES
-        ):
-            self.lost(namespace)
-            return
-        self._bytes += more
-        self._events.extend((namespace, event) for event in events)
-        self._wake.set()
-
-    def lost(self, namespace: NamespaceNumber) -> None:
-        self.gaps.add(namespace)
-        self._events = deque((n, e) for n, e in self._events if n != namespace)
-        self._bytes = sum(_key_bytes(event) for _, event in self._events)
-        self._wake.set()
-
-    def numbered(self, event: cache_pb2.WatchEvent) -> cache_pb2.WatchEvent:
-        """The event with its number among those of its namespace on this stream: one more each time."""
-        self._sequences[event.namespace_number] += 1
-        event.sequence = self._sequences[event.namespace_number]
-        return event
-
-    async def next(self) -> cache_pb2.WatchEvent | None:
-        """The next event; None when a snapshot is due first."""
-        while not self._events and not self.gaps:
-            self._wake.clear()
-            await self._wake.wait()
-        if self.gaps:
-            return None
-        _, event = self._events.popleft()
-        self._bytes -= _key_bytes(event)
-        return event
-
-
-def _key_bytes(event: cache_pb2.WatchEvent) -> int:
-    return len(event.stored.keys) + len(event.stored.parents) + len(event.removed.keys)
