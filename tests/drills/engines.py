@@ -21,6 +21,9 @@ BLOCK = 32
 QUIET_STEP_S = 0.03
 STEP_BOUND_S = 0.1
 
+# A start takes some ten seconds, and minutes where many wait for each core.
+ARGUMENTS: dict[str, Any] = {"max_num_batched_tokens": 128, "max_num_seqs": 8, "start_deadline_s": 240.0}
+
 _HANDS = "tests.drills.hands:"
 
 
@@ -34,7 +37,7 @@ def engine(
     **arguments: Any,
 ) -> Engine:
     """An engine with a connector and a fault plane, not started. `extra` are settings of the connector."""
-    merged = {"max_num_batched_tokens": 128, "max_num_seqs": 8, **arguments}
+    merged = {**ARGUMENTS, **arguments}
     transfer = kv_transfer(daemon.socket, policy=policy, **(extra or {}))
     return Engine(model, kv_transfer=transfer, environment=environment, **merged)
 
@@ -43,7 +46,7 @@ class Oracle:
     """What the model says without a cache. Every answer is computed once."""
 
     def __init__(self, model: Path, **arguments: Any) -> None:
-        self._engine = Engine(model, **{"max_num_batched_tokens": 128, "max_num_seqs": 8, **arguments})
+        self._engine = Engine(model, **{**ARGUMENTS, **arguments})
         self._started = False
         self._known: dict[tuple[Any, ...], tuple[int, ...]] = {}
         self._flipped = False

@@ -20,7 +20,7 @@ from tests.e2e.engine import Engine
 from tests.e2e.models import Recipe, checkpoint, prompt
 from tests.support import Daemon, process_state, wait_for
 
-pytestmark = pytest.mark.timeout(scale(240, 1200))
+pytestmark = pytest.mark.timeout(scale(600, 1800))
 
 MEMORY = "16MiB"
 AWAY_S = scale(3, 30)

@@ -15,7 +15,7 @@ from tests.e2e.engine import Engine
 from tests.e2e.models import Recipe, checkpoint, prompt
 from tests.support import Daemon, wait_for
 
-pytestmark = pytest.mark.timeout(scale(240, 1200))
+pytestmark = pytest.mark.timeout(scale(600, 1800))
 
 COUNT = 12
 # A request whose load failed, alone in the engine, has its answer within so long (C7).

@@ -19,7 +19,7 @@ from tests.e2e.engine import Engine
 from tests.e2e.models import Recipe, prompt
 from tests.support import Daemon, wait_for
 
-pytestmark = pytest.mark.timeout(scale(300, 1800))
+pytestmark = pytest.mark.timeout(scale(600, 1800))
 
 COUNT = 12
 RESET_WITHIN_S = 1.0

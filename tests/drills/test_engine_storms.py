@@ -16,7 +16,7 @@ from tests.e2e.engine import Engine
 from tests.e2e.models import Recipe, checkpoint, prompt
 from tests.support import Daemon, wait_for
 
-pytestmark = pytest.mark.timeout(scale(240, 1800))
+pytestmark = pytest.mark.timeout(scale(600, 1800))
 
 BLOCKS = 36
 COUNT = 24
