@@ -7,6 +7,7 @@ Watch, and Lookup without a session. Memory, sessions and tickets never leave th
 import logging
 import socket
 import ssl
+import stat
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -64,6 +65,9 @@ def credentials_of(listener: Listener) -> grpc.ServerCredentials:
     """
     cert, key = _read("--tls-cert", listener.cert), _read("--tls-key", listener.key)
     client_ca = _read("--tls-client-ca", listener.client_ca)
+    mode = stat.S_IMODE(listener.key.stat().st_mode)
+    if mode & 0o077:
+        log.warning("--tls-key %s is open to other users (mode %04o); chmod 0600 it", listener.key, mode)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(listener.cert, listener.key, password=_no_password)

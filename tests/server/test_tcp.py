@@ -308,6 +308,13 @@ class TestStart:
         with Daemon("4MiB", options, wait=False) as daemon:
             one_line(daemon, ExitCode.CONFIG, parts)
 
+    def test_a_key_that_others_may_read_is_named(self, daemon: Daemon, tmp_path: Path) -> None:
+        assert "is open to other users" not in daemon.log
+        options = tcp_options(tmp_path)
+        (tmp_path / "server.key").chmod(0o644)
+        with Daemon("4MiB", options) as careless:
+            assert "server.key is open to other users (mode 0644); chmod 0600 it" in careless.log
+
     def test_an_address_that_is_taken(self, tmp_path: Path) -> None:
         with closing(socket.create_server(("127.0.0.1", 0))) as other:
             address = f"127.0.0.1:{other.getsockname()[1]}"

@@ -25,6 +25,7 @@ class Pair:
         paths = folder / f"{name}.pem", folder / f"{name}.key"
         for path, content in zip(paths, (self.cert, self.key), strict=True):
             path.write_bytes(content)
+            path.chmod(0o600)
         return paths
 
 
