@@ -105,7 +105,7 @@ class Board:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`deadline_s`: how long a request may wait for an answer. `stock_target`: slots to hold granted
-        ahead, before the daemon's own bounds."""
+        ahead; the daemon gives fewer where the pool is small (I5)."""
         self._deadline_s = deadline_s
         self._stock_target = stock_target
         self._clock = clock
@@ -119,7 +119,6 @@ class Board:
         self._serial = 0
         self._mapped = False
         self._state = ServiceState.UNSPECIFIED
-        self._slots = 0
         self._calling_since: float | None = None
         self._silent = False
         self._probe_after = 0.0
@@ -284,7 +283,6 @@ class Board:
         to these, so that nothing may be looked up or stored before it is in the right namespace."""
         with self._wake:
             self._session = session
-            self._slots = declared.slots
             self._state = session.state
             self._rebase = rebase
             self._changes = Changes(session.number)
@@ -308,7 +306,6 @@ class Board:
             known = self._session is not None and not self._closing
             self._session = None
             self._mapped = self._silent = False
-            self._slots = 0
             self._state = ServiceState.UNSPECIFIED
             self._fail_tickets()
             self._renew(None)
@@ -475,7 +472,7 @@ class Board:
         """How many slots to hold ahead now."""
         if self._closing or self._clock() - self._active_at > IDLE_GIVES_BACK_S:
             return 0
-        return min(self._stock_target, max(1, self._slots // 8))
+        return self._stock_target
 
     def _may_reserve_at(self) -> float:
         return max(self._reserve_after, self._recalled_until)

@@ -303,11 +303,14 @@ def test_grants_are_held_ahead_and_refilled_below_half(desk: Desk) -> None:
     desk.stock(4)
 
 
-def test_no_more_is_held_ahead_than_an_eighth_of_the_namespace() -> None:
-    desk = Desk(FakeSession(slots=16), target=100)
+def test_no_more_is_held_than_the_daemon_gives_and_it_is_not_pestered(desk: Desk) -> None:
+    desk.session.grant_bound = 1
     desk.up()
-    desk.stock(2)
-    desk.agent.close()
+    desk.stock(1)
+    for _ in range(50):
+        desk.board.engine_active()
+        desk.board.flush()
+    assert desk.session.calls.count("reserve") <= 2
 
 
 def test_an_engine_that_does_not_work_holds_no_grants(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
