@@ -5,11 +5,23 @@ file `fail-DIRECTION-RANK` makes one chunk of that rank fail, and is gone afterw
 """
 
 import os
+import time
 from pathlib import Path
 
 from kvhost_connector.faults import VARIABLE, CopyFault, Direction
 
 _FOLDER = "KVHOST_DRILL_FAULTS"
+
+
+def calm(_: object = None) -> None:
+    """Processes of one engine wait for each other by sleeping a little.
+
+    vLLM's spin, with sched_yield: on a machine with as many cores as ranks the daemon is then not scheduled
+    for seconds, and a drill about ranks becomes one about schedulers.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    shm_broadcast.sched_yield = lambda: time.sleep(0.0002)
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -32,3 +44,8 @@ def plane(direction: Direction, rank: int, job_id: int, chunk: int) -> None:
     except FileNotFoundError:
         return
     raise CopyFault(f"chunk {chunk} of {direction} {job_id} fails on purpose in rank {rank}")
+
+
+# Workers import this module for the plane; the scheduler's process is told by the drill.
+if _FOLDER in os.environ:
+    calm()

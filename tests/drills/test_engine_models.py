@@ -194,24 +194,18 @@ def test_windowed_layers_with_policy_fail() -> None:
         engines.check_quiet(engine)
 
 
-TWO: dict[str, Any] = {"tensor_parallel_size": 2}
+TWO: dict[str, Any] = {"tensor_parallel_size": 2, "prepare": "tests.drills.ranks:calm"}
 PLACES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
 
-def test_one_rank_of_two_fails(tmp_path: Path) -> None:
+def test_one_rank_of_two_fails(tmp_path: Path, oracle: Oracle) -> None:
     """Workers in two processes: a chunk is there when both have it, or not at all (I2, I11)."""
-    model = checkpoint(Recipe())
-    with (
-        Record("7 a real engine: two ranks, one fails") as record,
-        Daemon("32MiB") as daemon,
-        Oracle(model, environment=PLACES, **TWO) as alone,
-    ):
-        alone.launch()
+    with Record("7 a real engine: two ranks, one fails") as record, Daemon("32MiB") as daemon:
         environment = {**PLACES, **ranks.environment(tmp_path)}
-        with engines.engine(model, daemon, environment=environment, **TWO) as engine:
+        with engines.engine(checkpoint(Recipe()), daemon, environment=environment, **TWO) as engine:
             wait_usable(engine, 30)
-            for number in range(rounds(4, 40)):
-                _one_rank_fails(engine, alone, daemon, tmp_path, number)
+            for number in range(rounds(2, 20)):
+                _one_rank_fails(engine, oracle, daemon, tmp_path, number)
                 record.rounds += 1
             engines.check_quiet(engine)
             engines.wait_nothing_held(daemon)
@@ -231,8 +225,7 @@ def _one_rank_fails(engine: Engine, alone: Oracle, daemon: Daemon, folder: Path,
     check(answer, expected, "after a failed store")
     assert answer.cached_tokens <= 32 * good, (answer, good)
 
-    # Both workers spin while the engine waits: on two cores the daemon may be heard too late, and the request
-    # is computed. Then once more.
+    # On a busy machine the daemon may be heard too late, and the request is computed. Then once more.
     def comes_back() -> bool:
         answer = ask_afresh(engine, asked, COUNT)
         check(answer, expected, "a load")
