@@ -10,7 +10,7 @@ import pytest
 
 from kvhost_client.errors import BreakerOpen, DeadlineExceeded, NotServing, SessionEnded
 from kvhost_client.types import ChainQuery, Chunk, Found, Semantics, ServiceState, StoreOf
-from kvhost_connector import supply as supply_module
+from kvhost_connector import board as board_module
 from kvhost_connector.agent import Agent
 from kvhost_connector.board import Board
 from kvhost_connector.holds import Authority
@@ -317,7 +317,7 @@ def test_an_engine_that_does_not_work_holds_no_grants(desk: Desk, monkeypatch: p
     desk.up()
     assert len(desk.board.stock) == 0
     desk.stock(4)
-    monkeypatch.setattr(supply_module, "IDLE_GIVES_BACK_S", 0.1)
+    monkeypatch.setattr(board_module, "IDLE_GIVES_BACK_S", 0.1)
     with desk.board._wake:
         desk.board._wake.notify_all()
     wait_for(lambda: not desk.session.grants)
