@@ -108,7 +108,7 @@ class Engine:
         environment: Mapping[str, str] | None = None,
         prepare: str = "",
         prepare_argument: Any = None,
-        start_deadline_s: float = 120.0,
+        start_deadline_s: float = 240.0,
         **arguments: Any,
     ) -> None:
         # vLLM would turn float32 weights into bfloat16.

@@ -9,7 +9,7 @@ import pytest
 from tests.e2e.engine import Engine, EngineDied
 from tests.e2e.models import Recipe, checkpoint, prompt
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 def test_a_tiny_model_tells_prompts_apart_and_repeats_itself() -> None:
