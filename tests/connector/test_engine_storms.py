@@ -61,11 +61,14 @@ class Storm:
         if alive and self.chance.random() < self.aborts:
             self.sim.abort([self.chance.choice(alive)])
         if self.chance.random() < self.resets:
-            self._reset()
+            self._reset(lambda: self.sim.reset(running=self.chance.random() < 0.7))
+        if self.chance.random() < 0.05:
+            # Everybody is preempted between two steps, before native has heard of it (contract 13).
+            self._reset(lambda: self.sim.scheduler.reset_prefix_cache(True, False))
 
-    def _reset(self) -> None:
+    def _reset(self, reset: Callable[[], bool]) -> None:
         try:
-            self.sim.reset(running=self.chance.random() < 0.7)
+            reset()
         except RuntimeError as error:
             # vLLM's own limit: a request that waits for a load keeps its blocks.
             assert "remote KV transfer" in str(error)
