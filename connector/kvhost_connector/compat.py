@@ -7,6 +7,7 @@ is checked when a connector is built, and a vLLM that lacks any of it is refused
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -30,8 +31,14 @@ _NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     f"{_OFFLOADING}.scheduler": {
         "OffloadingConnectorScheduler": ("reset_cache",),
-        "RequestOffloadState": ("update_offload_keys", "__post_init__"),
-        "RequestGroupState": (),
+        "RequestOffloadState": (
+            "update_offload_keys",
+            "max_offload_tokens",
+            "req_context",
+            "group_states",
+            "req",
+        ),
+        "RequestGroupState": ("next_stored_chunk_idx",),
         "get_sliding_window_size_in_chunks": (),
     },
     f"{_OFFLOADING}.common": {"OffloadingConnectorMetadata": (), "OffloadingWorkerMetadata": ("aggregate",)},
@@ -67,6 +74,15 @@ _WORKER_NAMES = ("_load_jobs", "_unsubmitted_store_jobs", "_is_store_writer", "w
 
 class IncompatibleVLLM(RuntimeError):
     """This vLLM is not one that kvhost can extend; the message is one line."""
+
+
+def log_as_vllm(name: str) -> None:
+    """Has a package's log lines look like vLLM's own, in vLLM's format and level."""
+    logger, vllm_logger = logging.getLogger(name), logging.getLogger("vllm")
+    if vllm_logger.handlers:
+        logger.handlers = list(vllm_logger.handlers)
+        logger.setLevel(vllm_logger.level)
+        logger.propagate = vllm_logger.propagate
 
 
 def vllm_version() -> tuple[int, int]:

@@ -28,6 +28,7 @@ class KVHostConnector(OffloadingConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         compat.check()
+        compat.log_as_vllm("kvhost_client")
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         config = prepare(extra)
         refuse_unsupported(vllm_config, kv_cache_config, config)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvhost_client.types import Access
@@ -35,8 +36,9 @@ class WorkerSide:
         spec.source = self._link
         self._pages = ""
         self._problem = ""
-        # The token that the scheduler half was told.
+        # The token that the scheduler half was told, and what else.
         self._told = b""
+        self._described: WorkerReport | None = None
         # Requests whose load failed before it began, by the scheduler half's word.
         self._failed_requests: set[str] = set()
         self._bound: Any = None
@@ -64,18 +66,21 @@ class WorkerSide:
     def report(self) -> WorkerReport:
         """What the scheduler half needs to know of this rank, and the token to name to the daemon."""
         self._told = self._link.token
-        worker = self.worker
-        pages = worker.pages if worker is not None else None
-        return WorkerReport(
-            rank=self._rank,
-            token=self._told,
-            shard_bytes=pages.shard_bytes(self._blocks_per_chunk) if pages is not None else 0,
-            pages=self._pages,
-            backends=describe_backends(self._vllm_config, self._kv_cache_config),
-            device=describe_device(),
-            host=host_identity(),
-            problem=self._problem,
-        )
+        if self._described is None:
+            worker = self.worker
+            pages = worker.pages if worker is not None else None
+            self._described = WorkerReport(
+                rank=self._rank,
+                token=self._told,
+                shard_bytes=pages.shard_bytes(self._blocks_per_chunk) if pages is not None else 0,
+                pages=self._pages,
+                backends=describe_backends(self._vllm_config, self._kv_cache_config),
+                device=describe_device(),
+                host=host_identity(),
+                problem=self._problem,
+            )
+        # Described once: a report that read otherwise would move the engine to another namespace.
+        return replace(self._described, token=self._told)
 
     def begin_step(self, metadata: Any) -> None:
         """A step's metadata is here: what it says of weights counts before anything else is done."""

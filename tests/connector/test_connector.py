@@ -141,6 +141,29 @@ def test_a_load_failure_policy_of_fail_is_warned_about(caplog: pytest.LogCapture
         assert 'Set "kv_load_failure_policy": "recompute"' in caplog.text
 
 
+def test_the_clients_log_is_part_of_vllms() -> None:
+    import logging
+
+    with Sim(Shape(), kv_transfer("/nowhere/kvhostd.sock", attach_wait_ms=0)):
+        assert logging.getLogger("kvhost_client").handlers == logging.getLogger("vllm").handlers
+
+
+def test_a_worker_describes_its_engine_once_and_names_its_token_each_time() -> None:
+    with Sim(Shape(), kv_transfer("/nowhere/kvhostd.sock", attach_wait_ms=0)) as sim:
+        side = sim.workers[0].connector.working
+        first = side.report()
+        sim.workers[0].config.compilation_config.static_forward_context["full.0"] = object()
+        side._link._renew_token()
+        second = side.report()
+        assert second.token != first.token
+        assert second.backends == first.backends
+        # The scheduler half is told with the next step.
+        side._link._renew_token()
+        told = side.metadata(None)
+        assert [report.token for report in told.workers] == [side._link.token]
+        assert side.metadata(None) is None
+
+
 def test_the_instance_is_the_engines_own() -> None:
     from kvhost_connector.scheduler_side import instance_id
 
