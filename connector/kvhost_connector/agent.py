@@ -15,9 +15,10 @@ from typing import Any
 
 from kvhost_client.errors import BreakerOpen, DeadlineExceeded, KVHostError, NotServing, Unavailable
 from kvhost_client.types import Answer, Found, ItemKind, Query, Reserved, Updated
-from kvhost_connector.board import Board, Round, Session
+from kvhost_connector.board import Board
 from kvhost_connector.holds import PinnedSlot
-from kvhost_connector.orders import Changes, Ticket, TicketState
+from kvhost_connector.orders import Changes, Round, Ticket, TicketState
+from kvhost_connector.session import Session
 
 logger = logging.getLogger("vllm.kvhost")
 

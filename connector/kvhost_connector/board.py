@@ -12,86 +12,26 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
 
 from kvhost_client.types import (
     Abort,
-    Answer,
     ChainQuery,
     Declared,
     Grant,
-    Query,
-    Rebased,
-    Reserved,
     ServiceState,
     StoreOf,
-    Updated,
 )
-from kvhost_connector.holds import Authority, GrantStock, PinnedSlot
-from kvhost_connector.orders import Changes, Counters, News, NewsKind, Ticket, TicketState
+from kvhost_connector.holds import Authority, PinnedSlot
+from kvhost_connector.orders import Changes, Counters, News, NewsKind, Round, Ticket, TicketState
+from kvhost_connector.session import Session
+from kvhost_connector.supply import Supply
 from kvhost_proto.v1 import cache_pb2
 
 logger = logging.getLogger("vllm.kvhost")
 
-IDLE_GIVES_BACK_S = 5.0
-"""Without a step for so long, unused grants go back to the daemon."""
-
-# Before more is asked for after fewer slots were given than asked for.
-PENDING_PAUSE_S = 0.02
-FULL_PAUSE_S = 0.25
-RECALL_PAUSE_S = 0.05
 # Between two questions to a daemon that did not answer the last one.
 SILENT_PAUSE_S = 0.25
-
-
-class Session(Protocol):
-    """The part of kvhost_client's Session that is used here."""
-
-    @property
-    def boot_id(self) -> int: ...
-    @property
-    def number(self) -> int: ...
-    @property
-    def generation(self) -> int: ...
-    @property
-    def state(self) -> ServiceState: ...
-    def lookup(
-        self, queries: Iterable[Query], pin: bool = False, deadline_s: float | None = None
-    ) -> list[Answer]: ...
-    def reserve(self, count: int = 0, *, deadline_s: float | None = None) -> Reserved: ...
-    def update(
-        self,
-        *,
-        assigns: Iterable[StoreOf] = (),
-        commits: Iterable[StoreOf] = (),
-        aborts: Iterable[Abort] = (),
-        releases: Iterable[int] = (),
-        touches: Iterable[ChainQuery] = (),
-        deadline_s: float | None = None,
-        on_late: Callable[[Updated], None] | None = None,
-    ) -> Updated: ...
-    def declare(self, spec: Any, tokens: Mapping[int, bytes], deadline_s: float | None = None) -> Any: ...
-    def reset(self, weights_version: str = "", deadline_s: float | None = None) -> Rebased: ...
-    def ping(self, deadline_s: float | None = None) -> Any: ...
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Round:
-    """What the agent does before it looks at the board again."""
-
-    session: Session
-    serial: int
-    changes: Changes
-    declare: bool
-    rebase: str | None
-    lookups: list[Ticket]
-    pins: list[Ticket]
-    reserve: int
-    # Ask only whether the daemon is back.
-    probe: bool = False
 
 
 class Board:
@@ -107,7 +47,6 @@ class Board:
         """`deadline_s`: how long a request may wait for an answer. `stock_target`: slots to hold granted
         ahead; the daemon gives fewer where the pool is small (I5)."""
         self._deadline_s = deadline_s
-        self._stock_target = stock_target
         self._clock = clock
         self._pid = os.getpid()
         self._wake = threading.Condition()
@@ -130,12 +69,7 @@ class Board:
         self._changes = Changes(0)
         self._lookups: list[Ticket] = []
         self._pins: list[Ticket] = []
-        self._recall = 0
-        # Grants.
-        self.stock = GrantStock()
-        self._reserve_after = self._recalled_until = 0.0
-        self._room = True
-        self._active_at = float("-inf")
+        self.stock = Supply(stock_target, clock)
         # What came of it.
         self._news: deque[News] = deque()
         self.counters = Counters()
@@ -177,7 +111,7 @@ class Board:
     @property
     def grants_to_come(self) -> bool:
         """Whether a store that found no grant may find one soon."""
-        return self._room and self.usable and self._state is ServiceState.SERVING
+        return self.stock.has_hope and self.usable and self._state is ServiceState.SERVING
 
     def overdue(self, ticket: Ticket) -> bool:
         """Whether a request has waited for this answer for as long as it may."""
@@ -194,7 +128,7 @@ class Board:
 
     def engine_active(self) -> None:
         """The engine works: grants are worth holding."""
-        self._active_at = self._clock()
+        self.stock.engine_active()
 
     def ask(self, chains: Sequence[ChainQuery], *, pin: bool) -> Ticket | None:
         """Asks which of these keys are there, and holds them with `pin`. None when nobody would answer."""
@@ -204,7 +138,7 @@ class Board:
                 return None
             ticket = Ticket(tuple(chains), pin, authority.serial, self._clock())
             (self._pins if pin else self._lookups).append(ticket)
-            self._active_at = ticket.asked_at
+            self.stock.engine_active()
             self._wake.notify_all()
         self.counters.add("lookups")
         return ticket
@@ -252,7 +186,7 @@ class Board:
         """The step's changes are complete: send them as one batch."""
         with self._wake:
             self._flush = self._flush or bool(self._changes)
-            if self._flush or self._stock_is_low():
+            if self._flush or self._missing():
                 self._wake.notify_all()
 
     def declare_again(self) -> None:
@@ -274,6 +208,7 @@ class Board:
         """No more orders: the agent sends what waits, gives grants back, and ends."""
         with self._wake:
             self._closing = True
+            self.stock.close()
             self._wake.notify_all()
 
     # For the link's thread.
@@ -289,7 +224,6 @@ class Board:
             self._silent = False
             self._fail_tickets()
             self._renew(session if rebase is None else None)
-            self._room, self._reserve_after = True, 0.0
             self.counters.add("attached")
             self._wake.notify_all()
         logger.info(
@@ -324,7 +258,7 @@ class Board:
             elif kind == "state":
                 self._state = ServiceState(notice.state.state)
             elif kind == "recall":
-                self._recall += notice.recall.grants
+                self.stock.recall(notice.recall.grants)
             elif kind == "removed" and notice.removed.key_bytes:
                 size, keys = notice.removed.key_bytes, notice.removed.keys
                 cut = tuple(keys[at : at + size] for at in range(0, len(keys), size))
@@ -333,7 +267,7 @@ class Board:
                 self._news.append(News(NewsKind.FORGET))
             if kind != "removed":
                 # Room may have become free, or the workers are ready.
-                self._room, self._reserve_after = True, 0.0
+                self.stock.freed()
                 self._wake.notify_all()
 
     # For the agent's thread.
@@ -367,8 +301,7 @@ class Board:
 
     def freed(self) -> None:
         """Grants of ours were used or ended: there is room below our own bounds."""
-        with self._wake:
-            self._room, self._reserve_after = True, 0.0
+        self.stock.freed()
 
     def answered(
         self, tickets: Iterable[tuple[Ticket, dict[bytes, int], dict[bytes, PinnedSlot]]], session: Session
@@ -397,8 +330,7 @@ class Board:
                 self._flush = True
                 self.counters.add("grants_given_back", len(grants))
             if len(grants) < work.reserve:
-                self._reserve_after = self._clock() + (PENDING_PAUSE_S if pending else FULL_PAUSE_S)
-                self._room = bool(grants) or pending
+                self.stock.fell_short(len(grants), pending=pending)
 
     def rebased(self, work: Round) -> None:
         """The session is in its new namespace."""
@@ -441,7 +373,7 @@ class Board:
             for ticket in (*work.lookups, *work.pins):
                 if ticket.state is TicketState.WAITING:
                     ticket.state = TicketState.FAILED
-            self._reserve_after = self._clock() + FULL_PAUSE_S
+            self.stock.failed()
 
     # Shared; the caller holds the lock.
 
@@ -468,36 +400,17 @@ class Board:
                 ticket.state = TicketState.FAILED
         self._lookups, self._pins = [], []
 
-    def _wanted(self) -> int:
-        """How many slots to hold ahead now."""
-        if self._closing or self._clock() - self._active_at > IDLE_GIVES_BACK_S:
-            return 0
-        return self._stock_target
-
-    def _may_reserve_at(self) -> float:
-        return max(self._reserve_after, self._recalled_until)
-
-    def _stock_is_low(self) -> bool:
-        return (
-            self.usable
-            and self._state is ServiceState.SERVING
-            and 2 * len(self.stock) < self._wanted()
-            and self._clock() >= self._may_reserve_at()
-        )
+    def _missing(self) -> int:
+        """How many slots to ask for now."""
+        serves = self.usable and self._state is ServiceState.SERVING
+        return self.stock.missing() if serves else 0
 
     def _pause(self) -> float | None:
         """Seconds until there is something to do without an order; None: nothing."""
         if self._session is None:
             return None
-        now = self._clock()
-        due = []
-        if self._silent:
-            due.append(self._probe_after - now)
-        if len(self.stock):
-            due.append(self._active_at + IDLE_GIVES_BACK_S - now)
-        if self.usable and self._may_reserve_at() > now and self._wanted():
-            due.append(self._may_reserve_at() - now)
-        return max(0.001, min(due)) if due else None
+        due = [self._probe_after] if self._silent else self.stock.due()
+        return max(0.001, min(due) - self._clock()) if due else None
 
     def _collect(self) -> Round | None:
         assert self._session is not None
@@ -506,7 +419,7 @@ class Board:
                 return None
             return Round(self._session, self._serial, Changes(0), False, None, [], [], 0, probe=True)
         self._give_grants_back()
-        reserve = self._wanted() - len(self.stock) if self._stock_is_low() else 0
+        reserve = self._missing()
         send = self._changes and (self._flush or self._closing)
         ordered = self._declare or self._rebase is not None
         if not (send or ordered or self._lookups or self._pins or reserve):
@@ -527,13 +440,8 @@ class Board:
         return work
 
     def _give_grants_back(self) -> None:
-        """What the daemon recalls, and everything when the engine is idle."""
-        count = self._recall if self._wanted() else len(self.stock)
-        self._recall = 0
-        if count:
-            grants = self.stock.give_back(count)
+        grants = self.stock.surplus()
+        if grants:
             self._changes.aborts.extend(Abort(grant.store_id) for grant in grants)
             self._flush = True
             self.counters.add("grants_given_back", len(grants))
-            # Whoever recalled them needs the room now.
-            self._recalled_until = self._clock() + RECALL_PAUSE_S

@@ -22,7 +22,7 @@ from kvhost_connector.worker_side import WorkerSide
 
 
 class KVHostConnector(OffloadingConnector):
-    """Keeps an engine's KV cache in kvhostd. See docs/connector.md for its settings."""
+    """Keeps an engine's KV cache in kvhostd. Its settings stand in docs/configuration.md."""
 
     _cache_hit_source = CacheHitSource.HOST
 

@@ -5,9 +5,7 @@ Everything here is bookkeeping of the engine's side; the daemon keeps its own an
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -33,45 +31,6 @@ class PinnedSlot(NamedTuple):
 
     pin_id: int
     slot: int
-
-
-class GrantStock:
-    """Slots granted ahead, of one authority. The agent's thread fills it, the engine's takes from it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._serial = 0
-        self._grants: deque[Grant] = deque()
-
-    def __len__(self) -> int:
-        return len(self._grants)
-
-    def renew(self, serial: int) -> list[Grant]:
-        """From now on grants of this authority; returns what was left of the old one."""
-        with self._lock:
-            left, self._grants = list(self._grants), deque()
-            self._serial = serial
-        return left
-
-    def put(self, serial: int, grants: Iterable[Grant]) -> bool:
-        """False (and nothing is kept) when the authority is another one by now."""
-        with self._lock:
-            if serial != self._serial:
-                return False
-            self._grants.extend(grants)
-            return True
-
-    def take(self, serial: int, count: int) -> list[Grant]:
-        """Up to `count` grants, oldest first; none for another authority."""
-        with self._lock:
-            if serial != self._serial:
-                return []
-            return [self._grants.popleft() for _ in range(min(count, len(self._grants)))]
-
-    def give_back(self, count: int) -> list[Grant]:
-        """Takes up to `count` grants out, newest first."""
-        with self._lock:
-            return [self._grants.pop() for _ in range(min(count, len(self._grants)))]
 
 
 @dataclass
@@ -171,9 +130,13 @@ class TransferTable:
         """All transfers so far are in the metadata that goes to the workers."""
         self._delivered = self._last
 
-    def take_undelivered(self) -> list[Transfer]:
-        """Transfers that no worker will ever hear of, and so none will report."""
-        lost = [transfer for transfer in self._open.values() if transfer.transfer_id > self._delivered]
+    def take_undelivered(self, req_id: str | None = None) -> list[Transfer]:
+        """Transfers (of one request) that no worker will ever hear of, and so none will report."""
+        lost = [
+            transfer
+            for transfer in self._open.values()
+            if transfer.transfer_id > self._delivered and req_id in (None, transfer.req_id)
+        ]
         for transfer in lost:
             self._close(transfer)
         return lost

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from kvhost_client.types import Abort, ChainQuery, StoreOf
 from kvhost_connector.holds import Authority, PinnedSlot
+from kvhost_connector.session import Session
 
 
 class TicketState(Enum):
@@ -76,6 +77,22 @@ class Changes:
             self.releases + later.releases,
             self.touches + later.touches,
         )
+
+
+@dataclass(frozen=True)
+class Round:
+    """What the agent does before it looks at the board again."""
+
+    session: Session
+    serial: int
+    changes: Changes
+    declare: bool
+    rebase: str | None
+    lookups: list[Ticket]
+    pins: list[Ticket]
+    reserve: int
+    # Ask only whether the daemon is back.
+    probe: bool = False
 
 
 class Counters:

@@ -229,6 +229,7 @@ class SchedulerSide:
             # The scheduler waits for this load from now on (contract 19).
             if external:
                 self._promised.append(request.request_id)
+                self.manager.drop_undelivered(request.request_id)
                 logger.exception("kvhost: the load of request %s failed", request.request_id)
         if view is not None:
             self.manager.allocated(view)

@@ -10,7 +10,7 @@ import pytest
 
 from kvhost_client.errors import BreakerOpen, DeadlineExceeded, NotServing, SessionEnded
 from kvhost_client.types import ChainQuery, Chunk, Found, Semantics, ServiceState, StoreOf
-from kvhost_connector import board as board_module
+from kvhost_connector import supply as supply_module
 from kvhost_connector.agent import Agent
 from kvhost_connector.board import Board
 from kvhost_connector.holds import Authority
@@ -291,10 +291,10 @@ def test_close_sends_what_waits_and_gives_grants_back(desk: Desk) -> None:
 # Grants.
 
 
-def test_grants_are_held_ahead_and_refilled_below_half(desk: Desk) -> None:
+def test_grants_are_held_ahead_and_refilled_when_half_is_used(desk: Desk) -> None:
     authority = desk.up()
     desk.stock(4)
-    desk.board.stock.take(authority.serial, 2)
+    desk.board.stock.take(authority.serial, 1)
     desk.session.calls.clear()
     desk.board.flush()
     desk.answered(desk.board.ask(chain(), pin=False))
@@ -317,7 +317,7 @@ def test_an_engine_that_does_not_work_holds_no_grants(desk: Desk, monkeypatch: p
     desk.up()
     assert len(desk.board.stock) == 0
     desk.stock(4)
-    monkeypatch.setattr(board_module, "IDLE_GIVES_BACK_S", 0.1)
+    monkeypatch.setattr(supply_module, "IDLE_GIVES_BACK_S", 0.1)
     with desk.board._wake:
         desk.board._wake.notify_all()
     wait_for(lambda: not desk.session.grants)

@@ -11,6 +11,7 @@ from tests.connector.plane import Plane
 from tests.connector.sim import Shape, Sim, answer
 from tests.e2e.models import prompt
 from tests.support.daemon import Daemon
+from tests.support.waiting import wait_for
 
 Make = Callable[..., Sim]
 
@@ -164,6 +165,29 @@ def test_a_promised_load_that_native_refuses_is_reported_failed(engine: Make) ->
     break_once(reader.connector.connector_scheduler, "update_state_after_alloc")
     outcome = reader.ask(asked, 10)
     assert outcome.tokens == answer(asked, 10)
+
+
+def test_a_load_that_native_loses_after_its_pins_were_taken_holds_nothing(
+    engine: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
+
+    asked, other = prompt(100), prompt(90, seed=2)
+    engine().ask(asked, 1)
+    engine().ask(other, 1)
+    reader = engine()
+    made = scheduler.GPULoadStoreSpec
+
+    def broken(*_: Any, **__: Any) -> Any:
+        monkeypatch.setattr(scheduler, "GPULoadStoreSpec", made)
+        raise AssertionError("breaks on purpose")
+
+    monkeypatch.setattr(scheduler, "GPULoadStoreSpec", broken)
+    names = [reader.add(asked, 10), reader.add(other, 10)]
+    reader.run()
+    assert [reader.outcomes[name].tokens for name in names] == [answer(asked, 10), answer(other, 10)]
+    assert not reader.connector.scheduling._broken
+    wait_for(lambda: daemon.status().memory.pinned_bytes == 0)
 
 
 @pytest.mark.parametrize("name", ["build_connector_meta", "update_connector_output"])

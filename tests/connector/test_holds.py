@@ -1,9 +1,9 @@
-"""Grants and transfers: nothing is used under an authority that it was not given under, nothing is lost."""
+"""Transfers: over when every rank that takes part has reported, and never reported twice."""
 
 from __future__ import annotations
 
 from kvhost_client.types import Chunk, Grant, Slot, StoreId
-from kvhost_connector.holds import Authority, GrantStock, PinnedSlot, Transfer, TransferTable
+from kvhost_connector.holds import Authority, PinnedSlot, Transfer, TransferTable
 from kvhost_connector.metadata import Epoch
 
 AUTHORITY = Authority(1, 10, 77, 1)
@@ -11,25 +11,6 @@ AUTHORITY = Authority(1, 10, 77, 1)
 
 def grants(*numbers: int) -> list[Grant]:
     return [Grant(StoreId(number), Slot(number)) for number in numbers]
-
-
-def test_grants_are_taken_oldest_first_and_given_back_newest_first() -> None:
-    stock = GrantStock()
-    stock.renew(1)
-    assert stock.put(1, grants(1, 2, 3, 4))
-    assert stock.take(1, 2) == grants(1, 2)
-    assert stock.give_back(1) == grants(4)
-    assert stock.take(1, 5) == grants(3)
-
-
-def test_grants_of_another_authority_are_neither_kept_nor_given() -> None:
-    stock = GrantStock()
-    stock.renew(1)
-    stock.put(1, grants(1, 2))
-    assert stock.take(2, 1) == []
-    assert stock.renew(2) == grants(1, 2)
-    assert not stock.put(1, grants(3))
-    assert len(stock) == 0
 
 
 def store(table: TransferTable, *keys: bytes) -> Transfer:

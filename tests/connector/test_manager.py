@@ -10,7 +10,7 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 
 from kvhost_client.types import Semantics
-from kvhost_connector import manager as manager_module
+from kvhost_connector import matching as matching_module
 from kvhost_connector import requests as requests_module
 from kvhost_connector.agent import Agent
 from kvhost_connector.board import Board
@@ -202,7 +202,7 @@ def test_advice_that_is_old_is_asked_for_again(scene: Scene, monkeypatch: pytest
     put(scene.session, KEYS)
     view2, context2 = scene.request("s")
     wait_for(lambda: not scene.manager.must_wait(view2, 0))
-    monkeypatch.setattr(manager_module, "_ADVICE_LASTS_S", 0.0)
+    monkeypatch.setattr(matching_module, "ADVICE_LASTS_S", 0.0)
     assert scene.match(view2, context2) is None
 
 

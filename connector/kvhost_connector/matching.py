@@ -1,0 +1,170 @@
+"""From a request's arrival to a hit: lookup, advice, pins (design section 3, I3, I8).
+
+What a request was told to be loadable is pinned already. Nobody waits longer than the deadline.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+
+from kvhost_client.types import Found
+from kvhost_connector.beliefs import Beliefs
+from kvhost_connector.board import Board
+from kvhost_connector.orders import Ticket, TicketState
+from kvhost_connector.requests import MAX_ASKS, Phase, RequestView
+
+# An answer is advice; older advice is asked for again.
+ADVICE_LASTS_S = 1.0
+# After an answer that did not come, so long nothing is asked for the request.
+BLIND_S = 0.5
+
+
+class Matching:
+    """Moves requests from phase to phase; see `requests` for the phases."""
+
+    def __init__(
+        self,
+        board: Board,
+        beliefs: Beliefs,
+        may_attach: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._board = board
+        self._beliefs = beliefs
+        self._may_attach = may_attach
+        self._clock = clock
+
+    def ask(self, view: RequestView) -> bool:
+        """Starts a lookup of all keys. False when there is none, or nobody would answer."""
+        chains = view.all_chains()
+        view.ticket = self._board.ask(chains, pin=False) if chains else None
+        if view.ticket is None:
+            return False
+        view.phase = Phase.ASKED
+        return True
+
+    def must_wait(self, view: RequestView, computed: int) -> bool:
+        """Whether native must not be asked yet: an answer is on its way. `computed`: tokens on the device."""
+        self._settle(view)
+        if view.phase in (Phase.ASKED, Phase.PINNING):
+            return True
+        now = self._clock()
+        if view.phase is Phase.PINNED:
+            view.asks += 1
+            if view.computed != computed or view.asks > MAX_ASKS or view.authority != self._board.authority:
+                self.let_go(view)
+        if view.phase is Phase.KNOWN and now - view.answered_at > ADVICE_LASTS_S:
+            view.phase = Phase.IDLE
+        if view.phase is Phase.IDLE and now >= view.blind_until:
+            if self.ask(view):
+                return True
+            if not self._board.usable and self._may_attach():
+                return True
+        view.hits.clear()
+        return False
+
+    def is_hit(self, view: RequestView, key: bytes) -> bool:
+        """What native is told of one key: what is pinned, or, before pins are taken, what is believed."""
+        if key in view.failed:
+            return False
+        if view.phase is Phase.PINNED:
+            hit = key in view.pins
+        elif view.phase is Phase.KNOWN:
+            hit = key in view.found or self._beliefs.stored(view.wire(key))
+        else:
+            hit = False
+        if hit:
+            view.hits[key] = None
+        return hit
+
+    def must_pin(self, view: RequestView, context: ReqContext, computed: int, found: int) -> bool:
+        """Native found `found` tokens behind `computed`: whether they must still be pinned before it may say
+        so (I3)."""
+        if not view.touched and computed:
+            view.touched = True
+            self._touch(view, computed)
+        if found == 0:
+            self.let_go(view)
+            return False
+        if view.phase is Phase.PINNED:
+            return False
+        keys = [key for key in view.hits if _covers(view, context, key, computed, computed + found)]
+        view.ticket = self._board.ask(view.grouped(keys), pin=True)
+        if view.ticket is None:
+            view.phase = Phase.IDLE
+            view.blind_until = self._clock() + BLIND_S
+        else:
+            view.phase = Phase.PINNING
+            view.computed = computed
+            view.hits = dict.fromkeys(keys)
+        return True
+
+    def let_go(self, view: RequestView) -> None:
+        """Back to the beginning; what is held or asked for goes back."""
+        if view.ticket is not None:
+            self._board.drop(view.ticket)
+        if view.pins and view.authority is not None:
+            self._board.release(view.authority, [pin.pin_id for pin in view.pins.values()])
+        view.ticket = None
+        view.pins = {}
+        view.authority = None
+        view.phase = Phase.IDLE
+
+    def _settle(self, view: RequestView) -> None:
+        """Takes an answer that came, gives up one that is overdue."""
+        ticket = view.ticket
+        if ticket is None or view.phase not in (Phase.ASKED, Phase.PINNING):
+            return
+        pinning = view.phase is Phase.PINNING
+        if ticket.state is TicketState.ANSWERED:
+            view.ticket = None
+            if pinning:
+                self._take_pins(view, ticket)
+            else:
+                self._take_advice(view, ticket)
+        elif ticket.state is not TicketState.WAITING or self._board.overdue(ticket):
+            if ticket.state is TicketState.WAITING:
+                self._board.counters.add("pin_deadlines" if pinning else "lookup_deadlines")
+            self._board.drop(ticket)
+            view.ticket = None
+            view.phase = Phase.IDLE
+            view.blind_until = self._clock() + BLIND_S
+
+    def _take_advice(self, view: RequestView, ticket: Ticket) -> None:
+        view.phase = Phase.KNOWN
+        view.answered_at = self._clock()
+        hits = {wire for wire, at in ticket.found.items() if at == Found.HIT}
+        self._beliefs.found(hits)
+        view.found = {key for chain in view.chains for key in chain if view.wire(key) in hits}
+
+    def _take_pins(self, view: RequestView, ticket: Ticket) -> None:
+        view.phase = Phase.PINNED
+        view.authority = ticket.authority
+        view.asks = 0
+        view.pins = {}
+        for key in view.hits:
+            wire = view.wire(key)
+            if wire in ticket.pins:
+                view.pins[key] = ticket.pins[wire]
+            else:
+                view.found.discard(key)
+                if ticket.found.get(wire) != Found.BOUND:
+                    self._beliefs.missed(wire)
+
+    def _touch(self, view: RequestView, computed: int) -> None:
+        """Chunks whose blocks the device still had: used, though not loaded."""
+        self._board.touch(
+            view.query(group, keys[: computed // group.tokens_per_chunk])
+            for group, keys in zip(view.groups, view.chains, strict=True)
+            if group.prefix and computed >= group.tokens_per_chunk
+        )
+
+
+def _covers(view: RequestView, context: ReqContext, key: bytes, start: int, end: int) -> bool:
+    """Whether a key's chunk covers any of the tokens from `start` to `end`."""
+    last = context.get_offload_key_position(OffloadKey(key)) or 0
+    position, _ = view.place(key, last)
+    return last > start and last - view.groups[position].tokens_per_chunk < end
