@@ -1,0 +1,1 @@
+"""What kvhost costs and what it brings, measured: `python -m benchmarks --help`."""
