@@ -13,10 +13,11 @@ from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec, Offloadin
 
 from kvhost_connector.config import ConnectorConfig
 from kvhost_connector.faults import fault_plane
+from kvhost_connector.jobs import MappingSource
 from kvhost_connector.manager import HostManager
 from kvhost_connector.pages import PageTable, UnusablePages
 from kvhost_connector.stats import metric_definitions
-from kvhost_connector.worker import HostWorker, MappingSource
+from kvhost_connector.worker import HostWorker
 
 logger = logging.getLogger("vllm.kvhost")
 

@@ -15,9 +15,10 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec
 
 from kvhost_client.errors import NotMapped
 from kvhost_connector.faults import CopyFault, Direction
+from kvhost_connector.jobs import JobRefused, plan_pieces
 from kvhost_connector.metadata import Epoch, SlotSpec, TransferId, TransferReport
 from kvhost_connector.pages import PageTable
-from kvhost_connector.worker import HostWorker, JobRefused, plan_pieces
+from kvhost_connector.worker import HostWorker
 from tests.connector.caches import Cache, layered, two_groups
 from tests.support.waiting import wait_for
 
