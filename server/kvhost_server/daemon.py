@@ -35,6 +35,7 @@ from kvhost_server.ids import MappingId, NamespaceNumber, SegmentId, SessionNumb
 from kvhost_server.lag import LoopLag
 from kvhost_server.manager import Manager
 from kvhost_server.notices import Assignment, Notice
+from kvhost_server.notify import ServiceManager
 from kvhost_server.pool import Pool
 from kvhost_server.room import Surveyor
 from kvhost_server.service import CacheService
@@ -112,6 +113,7 @@ class Daemon:
         self._failure: StartupError | None = None
         self._health = health.aio.HealthServicer()
         self._lag = LoopLag()
+        self._service_manager = ServiceManager.from_environment()
 
     async def run(self) -> None:
         """Serves until a signal comes.
@@ -130,6 +132,7 @@ class Daemon:
         """Opens the sockets at once (the pool is populated behind them) and leaves the undoing to `_ends`."""
         began = time.monotonic()
         config = self._config
+        self._ends.callback(self._service_manager.close)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
@@ -159,6 +162,7 @@ class Daemon:
         await self._tell_health(ServiceState.STARTING)
         self._spawn(self._populate())
         self._spawn(self._lag.watch())
+        self._spawn(self._service_manager.report_life())
         gc.collect()
         gc.freeze()  # what lives now lives as long as the daemon: no collection need look at it again
         log.info(
@@ -239,6 +243,7 @@ class Daemon:
         """Tells everybody, and lets calls in flight finish, unless a second signal says to hurry."""
         if self._failure is None:
             log.info("going down: %s", self._reason)
+        self._service_manager.stopping(f"going down: {self._reason}")
         self._set_state(ServiceState.DRAINING)
         self._service.going_down(self._reason)
         graceful = asyncio.gather(*(server.stop(GRACE_S) for server in self._servers))
@@ -253,7 +258,11 @@ class Daemon:
 
     async def _populate(self) -> None:
         began = time.monotonic()
-        await self._pool.populate(self._manager.segment_ready)
+        reports = asyncio.ensure_future(self._report_start())
+        try:
+            await self._pool.populate(self._manager.segment_ready)
+        finally:
+            reports.cancel()
         self._manager.pool_ends_at(self._pool.segments)
         if self._stop.is_set():
             return
@@ -264,8 +273,18 @@ class Daemon:
             f", {format_size(self._pool.locked_bytes)} locked" if self._pool.locked_bytes else "",
         )
         self._set_state(ServiceState.SERVING)
+        self._service_manager.ready(f"serving with a pool of {format_size(self._pool.capacity_bytes)}")
         self._spawn(self._pool.watch_holes(self._manager.hole_detected))
         self._spawn(self._tend())
+
+    async def _report_start(self) -> None:
+        """Tells the service manager how far populating is, which may take longer than a start is allowed."""
+        pool = self._pool
+        await self._service_manager.report_start(
+            lambda: pool.populated_bytes,
+            lambda: f"populating: {format_size(pool.populated_bytes)} of {format_size(pool.capacity_bytes)}",
+            self._config.memory_wait,
+        )
 
     async def _tend(self) -> None:
         while True:
