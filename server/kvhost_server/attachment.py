@@ -2,6 +2,7 @@
 
 from kvhost_server.books import Books
 from kvhost_server.custody import Mapping
+from kvhost_server.fates import Cause
 from kvhost_server.ids import SessionNumber, SlotIndex
 from kvhost_server.lending import Loan
 from kvhost_server.namespace import Namespace
@@ -113,7 +114,7 @@ class Attachment:
         loan = self._books.lending.lend(namespace)
         if loan is not None:
             self._offer_to_sessions(loan)
-        elif self._books.lending.steal_for(namespace):
+        elif self._steal_for(namespace):
             self._books.counters["segments_retired"] += 1
             for other in self._books.namespaces.values():
                 self._books.tell_evictions(other)
@@ -121,6 +122,10 @@ class Attachment:
         else:
             return False
         return True
+
+    def _steal_for(self, namespace: Namespace) -> bool:
+        with self._books.fates.because(Cause.SEGMENT, namespace.number):
+            return self._books.lending.steal_for(namespace)
 
     def grow_ahead(self, session: Session, namespace: Namespace, wanted: int) -> None:
         """Takes a free segment before the last slots are gone, so that nobody waits for its mapping."""

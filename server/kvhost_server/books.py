@@ -6,6 +6,7 @@ from enum import IntEnum
 
 from kvhost_server.custody import Custody, Quarantine
 from kvhost_server.errors import Code, Refused
+from kvhost_server.fates import Fates
 from kvhost_server.ids import ChunkKey, NamespaceNumber, SessionNumber, SlotIndex, StoreId
 from kvhost_server.lending import Lending
 from kvhost_server.namespace import Namespace
@@ -79,6 +80,7 @@ class Books:
         self.lending = Lending(segment_bytes, segments, outbox, clock)
         self.custody = Custody(outbox, self._quarantine_over)
         self.clock = clock
+        self.fates = Fates(clock)
         self.outbox = outbox
         # Keys being written, with the number of writers, by namespace.
         self.writing: dict[NamespaceNumber, Counter[ChunkKey]] = {}

@@ -297,7 +297,7 @@ class Manager:
         self._last_namespace += 1
         number = NamespaceNumber(self._last_namespace)
         per_segment = self.books.lending.segment_bytes // spec.layout.slot_bytes
-        namespace = Namespace(number, digest, spec, per_segment, self._policy)
+        namespace = Namespace(number, digest, spec, per_segment, self._policy, self.books.fates)
         self.books.namespaces[number] = namespace
         self._by_digest[digest] = namespace
         self.books.writing[number] = Counter()
@@ -309,6 +309,7 @@ class Manager:
             used = namespace.sessions or namespace.segments or namespace.expecting
             if not (used or namespace.floor or namespace.cap):
                 del self.books.namespaces[namespace.number]
+                self.books.fates.forget(namespace.number)
                 del self.books.writing[namespace.number]
                 del self._by_digest[namespace.digest]
 

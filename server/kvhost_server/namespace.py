@@ -7,7 +7,9 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from time import monotonic
 
+from kvhost_server.fates import Fates
 from kvhost_server.ids import ChunkKey, NamespaceNumber, SegmentId
 from kvhost_server.notices import Cleared, Evicted, KeyEvent, Stored
 from kvhost_server.slots import ChunkTable
@@ -105,6 +107,7 @@ class Namespace:
     table: ChunkTable = field(init=False)
     slots_per_segment: int
     policy: str = "lru"
+    fates: Fates = field(default_factory=lambda: Fates(monotonic))
     generation: int = 1
     floor: int = 0
     cap: int = 0
@@ -135,8 +138,9 @@ class Namespace:
         self.events.clear()
         self._event(Cleared())
 
-    def _removed(self, key: ChunkKey) -> None:
+    def _removed(self, key: ChunkKey, used_at: int) -> None:
         self.counters["evicted"] += 1
+        self.fates.left(self.number, key, used_at)
         self._event(Evicted(key))
 
     def _event(self, event: KeyEvent) -> None:

@@ -41,12 +41,12 @@ class ChunkTable:
 
     Args:
         slots_per_row: slots in one segment; a row is a segment's worth of slots.
-        on_removed: called with the key of every chunk that leaves the index.
+        on_removed: called with the key of every chunk that leaves the index, and when it was last used.
         policy: name of the eviction policy.
     """
 
     def __init__(
-        self, slots_per_row: int, on_removed: Callable[[ChunkKey], None], policy: str = "lru"
+        self, slots_per_row: int, on_removed: Callable[[ChunkKey, int], None], policy: str = "lru"
     ) -> None:
         self.slots_per_row = slots_per_row
         self.index: dict[ChunkKey, SlotIndex] = {}
@@ -177,6 +177,16 @@ class ChunkTable:
     @property
     def slots(self) -> int:
         return self.slots_per_row * sum(s is not None for s in self.rows)
+
+    def in_state(self, state: SlotState) -> int:
+        """Slots in this state now. One pass over a byte a slot: for those who look now and then."""
+        return self._state.count(state)
+
+    @property
+    def pinned(self) -> int:
+        """Slots with a chunk that somebody reads."""
+        written = self.in_state(SlotState.GRANTED) + self.in_state(SlotState.QUARANTINED)
+        return sum(self.row_held) - written
 
     def free_slots(self, rows: Iterable[int]) -> int:
         """Free slots in these rows."""
@@ -426,7 +436,7 @@ class ChunkTable:
         self._first_child[slot] = NO_SLOT
         self._children[slot] = 0
         if listed:
-            self._on_removed(key)
+            self._on_removed(key, self._stamp[slot])
 
     def _prefer_tails(self, root: SlotIndex) -> None:
         """Chunks below an orphan cannot be reached: their tails are the first candidates (I10)."""

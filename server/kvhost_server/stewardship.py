@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from kvhost_server.attachment import Attachment
 from kvhost_server.books import Books
 from kvhost_server.errors import Code, Refused
+from kvhost_server.fates import Cause
 from kvhost_server.ids import ChunkKey, SessionNumber
 from kvhost_server.namespace import Namespace
 from kvhost_server.notices import Resync
@@ -50,6 +51,7 @@ def reset_namespace(books: Books, namespace: Namespace) -> int:
             yield
 
     books.add_chore(discard())
+    books.fates.reset(namespace.number, len(old))
     return len(old)
 
 
@@ -62,7 +64,8 @@ def evict(books: Books, namespace: Namespace, keys: Sequence[ChunkKey]) -> tuple
         if slot is None:
             absent += 1
         elif table.evictable(slot):
-            table.evict(slot)
+            with books.fates.because(Cause.OPERATOR):
+                table.evict(slot)
             evicted += 1
         else:
             held += 1
@@ -92,6 +95,7 @@ def set_limits(
             f"a floor of {floor} segments; allowed are at most {min(cap or total, total)}",
         )
     namespace.floor, namespace.cap = floor, cap
-    books.counters["segments_retired"] += books.lending.shrink(namespace)
+    with books.fates.because(Cause.LIMIT):
+        books.counters["segments_retired"] += books.lending.shrink(namespace)
     books.tell_evictions(namespace)
     attachment.refresh_sessions_of(namespace)

@@ -8,6 +8,7 @@ from kvhost_server.attachment import Attachment
 from kvhost_server.books import Books, ServiceState
 from kvhost_server.checks import ChunkRequest, check_chunk, parent_of
 from kvhost_server.errors import Code, Refused
+from kvhost_server.fates import Cause
 from kvhost_server.ids import NamespaceNumber, SessionNumber, SlotIndex, StoreId
 from kvhost_server.namespace import Namespace
 from kvhost_server.notices import Recall
@@ -201,6 +202,7 @@ class Writing:
         self._books.end_grant(session, store, grant)
         if grant.key is not None:
             self._books.counters["aborted_stores"] += 1
+            self._books.fates.not_stored(grant.namespace.number, grant.key, Cause.ABORTED)
         return grant
 
     def _reserve_chunk(
@@ -216,6 +218,7 @@ class Writing:
             reasons.append(
                 f"the session holds {self._books.held(session)} slots; its bound is {bounds.grants}"
             )
+            self._books.fates.not_stored(namespace.number, chunk.key, Cause.BOUND)
             return ReserveStatus.BOUND, nothing, 0
         # The chain it continues is in use: evict something else.
         parent = namespace.table.index.get(chunk.parent) if chunk.parent else None
@@ -226,6 +229,7 @@ class Writing:
             namespace.table.let_go(parent)
         if slot is None:
             reasons.append(self._no_space(namespace))
+            self._books.fates.not_stored(namespace.number, chunk.key, Cause.NO_SPACE)
             return ReserveStatus.NO_SPACE, nothing, 0
         store, wire = self._grant(session, namespace, slot, chunk)
         return ReserveStatus.RESERVED, store, wire
