@@ -3,7 +3,7 @@
 # A Python 3.11 to make the environment with; everything else runs inside .venv.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv/bin
-SOURCES := proto server client connector demo scripts tests
+SOURCES := proto server client connector demo scripts tests benchmarks
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint format proto docs drills test-tpu bench bench-peers
@@ -42,13 +42,13 @@ drills: setup ## the long form of every fault drill; results in build/drills.jso
 	@KVHOST_DRILLS=long KVHOST_MODEL_STEPS=100000 \
 		$(VENV)/python -m pytest -o timeout=3600 tests/drills tests/server/test_manager_model.py $(PYTEST_ARGS)
 
+bench: setup ## what kvhost costs and brings, under 5 minutes; FULL=1 for every size, ONLY=NAME for one
+	@$(VENV)/python -m benchmarks $(if $(FULL),--full) $(if $(ONLY),--only $(ONLY))
+
 # Not there yet: these say so and fail.
 
 test-tpu:
 	@echo "test-tpu: kvhost has no TPU worker yet, so there is nothing to test" >&2; exit 2
-
-bench:
-	@echo "bench: there are no benchmarks yet" >&2; exit 2
 
 bench-peers:
 	@echo "bench-peers: there is no comparison with other caches yet" >&2; exit 2
