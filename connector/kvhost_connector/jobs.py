@@ -1,8 +1,9 @@
 """The life of a worker's jobs, whatever device they copy for: planned, queued, run, awaited, reported.
 
-Jobs run in a few threads of their own. Every job is reported exactly once, whatever happens to it: vLLM's
-native half has no notion of a failed job, so a failed one is reported to it as finished, and as failed on a
-list that the connector reads (contract 12, 19, 20). How bytes are copied is for the class that derives.
+Every job is reported exactly once, whatever happens to it: vLLM's native half has no notion of a failed job,
+so a failed one is reported to it as finished, and as failed on a list that the connector reads (contract 12,
+19, 20). `JobBook` keeps the books and leaves it to the class that derives how a job comes to run; `JobWorker`
+runs jobs in a few threads of their own.
 """
 
 from __future__ import annotations
@@ -139,8 +140,8 @@ def plan_pieces(
     return tuple(pieces)
 
 
-class JobWorker(OffloadingWorker):
-    """Takes the jobs of one rank, runs each in one of `threads` threads, and reports it.
+class JobBook(OffloadingWorker):
+    """Takes the jobs of one rank, has each copied, and reports it.
 
     With a `problem` (or without pages) it copies nothing and reports every job failed: the engine then runs
     without a cache, and says why once.
@@ -153,9 +154,7 @@ class JobWorker(OffloadingWorker):
         *,
         rank: int = 0,
         blocks_per_chunk: int = 1,
-        threads: int = 2,
         plane: FaultPlane = no_faults,
-        flush_deadline_s: float = FLUSH_DEADLINE_S,
         problem: str = "",
     ) -> None:
         self.pages = pages
@@ -164,24 +163,15 @@ class JobWorker(OffloadingWorker):
         self._rank = rank
         self._blocks_per_chunk = blocks_per_chunk
         self._plane = plane
-        self._flush_deadline_s = flush_deadline_s
         self._pid = os.getpid()
         self._epoch = Epoch(0)
         self._news = threading.Condition()
         self._jobs: dict[int, Job] = {}
-        self._loads: deque[Job] = deque()
-        self._stores: deque[Job] = deque()
         self._ended: list[Ended] = []
         self._reports: list[TransferReport] = []
         self._failed: set[int] = set()
         self._closed = False
         self._told: set[str] = set()
-        self._threads = [
-            threading.Thread(target=self._work, name=f"kvhost-copy-{number}", daemon=True)
-            for number in range(threads if pages is not None and source is not None else 0)
-        ]
-        for thread in self._threads:
-            thread.start()
 
     # What native calls, on the engine's thread.
 
@@ -190,7 +180,7 @@ class JobWorker(OffloadingWorker):
         return True
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, **_: Any) -> bool:
-        # 0.33 adds `expedited`; the queue gives loads the way over stores in any case.
+        # 0.33 adds `expedited`: loads are given the way over stores in any case.
         self._submit(job_id, "load", dst_spec, src_spec)
         return True
 
@@ -209,38 +199,6 @@ class JobWorker(OffloadingWorker):
             else TransferResult(job_id=job_id, success=True, transfer_size=copied, transfer_time=seconds)
             for job_id, _, copied, seconds in ended
         ]
-
-    def wait(self, job_ids: set[int]) -> None:
-        """Returns when no copy of these jobs runs or will run.
-
-        A begun copy is awaited: it depends on no other process, and its blocks are about to be reused. Jobs
-        that have not begun within the flush deadline are given up (contract 21).
-        """
-        with self._news:
-            jobs = [self._jobs[job_id] for job_id in job_ids if job_id in self._jobs]
-            until = time.monotonic() + self._flush_deadline_s
-            while any(job.state is not JobState.DONE for job in jobs):
-                left = until - time.monotonic()
-                if left > 0:
-                    self._news.wait(left)
-                    continue
-                for job in jobs:
-                    self._give_up(job)
-                if any(job.state is not JobState.DONE for job in jobs):
-                    self._news.wait()
-
-    def shutdown(self) -> None:
-        """Gives up what waits, lets what runs end, and takes leave of the daemon."""
-        with self._news:
-            self._closed = True
-            for job in list(self._jobs.values()):
-                self._give_up(job)
-            self._news.notify_all()
-        if os.getpid() == self._pid:
-            for thread in self._threads:
-                thread.join()
-        if self._source is not None:
-            self._source.close(timeout=2.0)
 
     # What the connector asks.
 
@@ -275,10 +233,11 @@ class JobWorker(OffloadingWorker):
             with self._news:
                 self._finish_unplanned(job_id, spec, str(error))
             return
-        with self._news:
-            self._jobs[job_id] = job
-            (self._loads if direction == "load" else self._stores).append(job)
-            self._news.notify_all()
+        self._accept(job)
+
+    @abstractmethod
+    def _accept(self, job: Job) -> None:
+        """Enters the job in `_jobs` and sees to it that it is copied and finished. Raises nothing."""
 
     def _plan(self, device: Any, spec: SlotSpec, direction: Direction) -> tuple[Piece, ...]:
         if spec.problem:
@@ -304,16 +263,128 @@ class JobWorker(OffloadingWorker):
             self._reports.append(TransferReport(spec.transfer_id, self._rank, False))
         self._tell(why)
 
-    def _finish(self, job: Job, copied: int | None, why: str = "") -> None:
-        """`copied`: bytes, None when the job failed. Caller holds the lock."""
+    def _finish(
+        self,
+        job: Job,
+        copied: int | None,
+        why: str = "",
+        *,
+        seconds: float | None = None,
+        quiet: bool = True,
+    ) -> None:
+        """`copied`: bytes, None when the job failed. Caller holds the lock.
+
+        `seconds` that the copy took; without, since it began. Not `quiet`: a device may still write its
+        slots. Then the scheduler half hears nothing of it, and the daemon keeps them until this process is
+        proven ended (I4).
+        """
         if copied is not None and job.spec.epoch < self._epoch:
             copied, why = None, "the engine's weights changed meanwhile"
         job.state = JobState.DONE
         del self._jobs[job.job_id]
-        self._ended.append(Ended(job.job_id, job.spec.epoch, copied, time.monotonic() - job.started))
+        took = time.monotonic() - job.started if seconds is None else seconds
+        self._ended.append(Ended(job.job_id, job.spec.epoch, copied, took))
         self._tell(why)
-        self._reports.append(TransferReport(job.spec.transfer_id, self._rank, copied is not None))
+        if quiet:
+            self._reports.append(TransferReport(job.spec.transfer_id, self._rank, copied is not None))
         self._news.notify_all()
+
+    def _tell(self, why: str) -> None:
+        """Each reason once: a sick daemon would otherwise fill the log."""
+        if why and why not in self._told and len(self._told) < 100:
+            self._told.add(why)
+            logger.warning("kvhost: a transfer was given up: %s", why)
+
+    def _before_chunk(self, job: Job, chunk: int) -> None:
+        """Asks the fault plane, then raises `JobRefused` if the job was told to stop."""
+        # A hand on the copy comes first: what it delays must see a stop.
+        self._plane(job.direction, self._rank, job.job_id, chunk)
+        if job.stop:
+            raise JobRefused("its blocks were needed before it was done")
+
+    def _hold(self, spec: SlotSpec) -> tuple[Mapping, Any]:
+        """The mapping that the job was made for, and what to give its `end` when the copy is over (I4, I6).
+        Raises `JobRefused`."""
+        mapping = self._source.mapping if self._source is not None else None
+        if mapping is None or mapping.boot_id != spec.boot_id:
+            raise JobRefused("the daemon it was made for is gone")
+        copy = mapping.begin(spec.session, spec.store_ids)
+        if not copy:
+            raise JobRefused("the daemon took its slots back")
+        return mapping, copy
+
+    @contextmanager
+    def _mapping(self, spec: SlotSpec) -> Iterator[Mapping]:
+        """The mapping that the job was made for, held for one copy."""
+        mapping, copy = self._hold(spec)
+        try:
+            yield mapping
+        finally:
+            mapping.end(copy)
+
+
+class JobWorker(JobBook):
+    """Runs each job in one of `threads` threads; loads go before stores."""
+
+    def __init__(
+        self,
+        pages: Layout | None,
+        source: MappingSource | None,
+        *,
+        threads: int = 2,
+        flush_deadline_s: float = FLUSH_DEADLINE_S,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(pages, source, **arguments)
+        self._flush_deadline_s = flush_deadline_s
+        self._loads: deque[Job] = deque()
+        self._stores: deque[Job] = deque()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"kvhost-copy-{number}", daemon=True)
+            for number in range(threads if pages is not None and source is not None else 0)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Returns when no copy of these jobs runs or will run.
+
+        A begun copy is awaited: it depends on no other process, and its blocks are about to be reused. Jobs
+        that have not begun within the flush deadline are given up (contract 21).
+        """
+        with self._news:
+            jobs = [self._jobs[job_id] for job_id in job_ids if job_id in self._jobs]
+            until = time.monotonic() + self._flush_deadline_s
+            while any(job.state is not JobState.DONE for job in jobs):
+                left = until - time.monotonic()
+                if left > 0:
+                    self._news.wait(left)
+                    continue
+                for job in jobs:
+                    self._give_up(job)
+                if any(job.state is not JobState.DONE for job in jobs):
+                    self._news.wait()
+
+    def shutdown(self) -> None:
+        """Gives up what waits, lets what runs end, and takes leave of the daemon."""
+        with self._news:
+            self._closed = True
+            for job in list(self._jobs.values()):
+                self._give_up(job)
+            self._news.notify_all()
+        if os.getpid() == self._pid:
+            for thread in self._threads:
+                thread.join()
+        if self._source is not None:
+            self._source.close(timeout=2.0)
+
+    # The life of a job.
+
+    def _accept(self, job: Job) -> None:
+        with self._news:
+            self._jobs[job.job_id] = job
+            (self._loads if job.direction == "load" else self._stores).append(job)
+            self._news.notify_all()
 
     def _give_up(self, job: Job) -> None:
         """A queued job ends here, a running one before its next chunk. Caller holds the lock."""
@@ -321,12 +392,6 @@ class JobWorker(OffloadingWorker):
         if job.state is JobState.QUEUED:
             (self._loads if job.direction == "load" else self._stores).remove(job)
             self._finish(job, None, "it had not begun when its blocks were needed")
-
-    def _tell(self, why: str) -> None:
-        """Each reason once: a sick daemon would otherwise fill the log."""
-        if why and why not in self._told and len(self._told) < 100:
-            self._told.add(why)
-            logger.warning("kvhost: a transfer was given up: %s", why)
 
     # The copying threads.
 
@@ -362,24 +427,3 @@ class JobWorker(OffloadingWorker):
         Calls `_before_chunk` ahead of every chunk. When it returns or raises, no device and no thread reads
         or writes the job's blocks and slots any more. Raises without having published anything.
         """
-
-    def _before_chunk(self, job: Job, chunk: int) -> None:
-        """Asks the fault plane, then raises `JobRefused` if the job was told to stop."""
-        # A hand on the copy comes first: what it delays must see a stop.
-        self._plane(job.direction, self._rank, job.job_id, chunk)
-        if job.stop:
-            raise JobRefused("its blocks were needed before it was done")
-
-    @contextmanager
-    def _mapping(self, spec: SlotSpec) -> Iterator[Mapping]:
-        """The mapping that the job was made for, held for one copy (I4, I6)."""
-        mapping = self._source.mapping if self._source is not None else None
-        if mapping is None or mapping.boot_id != spec.boot_id:
-            raise JobRefused("the daemon it was made for is gone")
-        copy = mapping.begin(spec.session, spec.store_ids)
-        if not copy:
-            raise JobRefused("the daemon took its slots back")
-        try:
-            yield mapping
-        finally:
-            mapping.end(copy)

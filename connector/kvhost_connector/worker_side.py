@@ -14,7 +14,7 @@ from kvhost_client.types import Access
 from kvhost_client.worker import WorkerLink
 from kvhost_connector import compat
 from kvhost_connector.config import ConnectorConfig
-from kvhost_connector.jobs import JobWorker
+from kvhost_connector.jobs import JobBook
 from kvhost_connector.metadata import StepMetadata, WorkerMetadata, WorkerReport
 from kvhost_connector.report import describe_backends, describe_device, describe_pages, host_identity
 from kvhost_connector.scheduler_side import instance_id
@@ -45,9 +45,9 @@ class WorkerSide:
         self._bound: Any = None
 
     @property
-    def worker(self) -> JobWorker | None:
+    def worker(self) -> JobBook | None:
         worker = self._native.worker
-        return worker if isinstance(worker, JobWorker) else None
+        return worker if isinstance(worker, JobBook) else None
 
     def register(self, kv_caches: Mapping[str, Any], native: Callable[[], None]) -> None:
         try:
