@@ -10,13 +10,13 @@ import logging
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvhost_client import fork, version
 from kvhost_client.errors import HandoverFailed, KVHostError, NotKVHost
 from kvhost_client.handover import HandoverSocket, Packet, refused
-from kvhost_client.mapping import Geometry, Segment, WorkerMapping
+from kvhost_client.mapping import Geometry, Registrar, Segment, WorkerMapping
 from kvhost_client.prefault import Prefaulter
 from kvhost_client.wake import Wake
 from kvhost_proto.v1 import handover_pb2
@@ -79,16 +79,22 @@ class Attachment:
         prefaulter: Prefaulter,
         spent_boot: int | None,
         on_mapped: Callable[[WorkerMapping], None],
+        *,
+        registrar: Registrar | None = None,
     ) -> None:
         """`spent_boot` is the boot at which the token was presented before, if any.
 
-        `on_mapped` is called once, with the mapping, when the first segments are mapped.
+        `on_mapped` is called once, with the mapping, when the first segments are mapped, and registered with
+        a device where there is a `registrar`.
         """
         self._handover = handover
         self._wake = wake
         self._prefaulter = prefaulter
         self._spent_boot = spent_boot
         self._on_mapped = on_mapped
+        self._registrar = registrar
+        # Segments that are mapped and whose registration is under way, in the order of their coming.
+        self._registering: deque[tuple[Sequence[Segment], Iterator[None]]] = deque()
         self._orders: deque[Order] = deque()
         self._published = False
         self._leaving = False
@@ -125,17 +131,16 @@ class Attachment:
             if self._said_bye:
                 self._hear_out()
                 return
-            ready = [number for number, _ in poll.poll()]
+            ready = [number for number, _ in poll.poll(0 if self._registering else None)]
             if self._wake.fileno() in ready:
                 self._wake.heard()
-            if self._handover.fileno() in ready:
-                try:
-                    going_on = self._read()
-                except KVHostError:
-                    self._part()
-                    raise
-                if not going_on:
+            try:
+                if self._handover.fileno() in ready and not self._read():
                     return
+                self._register_next()
+            except KVHostError:
+                self._part()
+                raise
 
     def _part(self) -> None:
         """This connection cannot go on, but we live: unless a copy runs, unmap and say BYE.
@@ -166,6 +171,7 @@ class Attachment:
 
     def remains(self) -> Remains | None:
         """What is still mapped. The mapping is dead from here on."""
+        self._registering.clear()
         if self.mapping is None or self._said_bye:
             return None
         epoch, segments = self.mapping.die()
@@ -187,11 +193,26 @@ class Attachment:
                     grown = self._map(packet)
             finally:
                 packet.close()
-        if packet.message.HasField("segments"):
-            self._mapped(grown)
-        else:
+        if not packet.message.HasField("segments"):
             self._obey(packet.message)
+        elif self._registrar is not None:
+            self._registering.append((grown, self._registrar.register(grown)))
+        else:
+            self._mapped(grown)
         return True
+
+    def _register_next(self) -> None:
+        """Registers one segment: that takes long, and orders must be heard meanwhile."""
+        if not self._registering or self._leaving:
+            return
+        segments, steps = self._registering[0]
+        try:
+            next(steps)
+        except StopIteration:
+            self._registering.popleft()
+            # What was retired meanwhile is not reported.
+            known = self._own_mapping().segment_ids
+            self._mapped([segment for segment in segments if segment.segment_id in known])
 
     def _obey(self, message: handover_pb2.ToClient) -> None:
         kind = message.WhichOneof("kind")
@@ -249,6 +270,7 @@ class Attachment:
 
     def _leave(self) -> None:
         self._leaving = True
+        self._registering.clear()
         epoch, segments = (0, []) if self.mapping is None else self.mapping.die()
         self._orders.append(Order(epoch, segments, handover_pb2.ToDaemon(bye=handover_pb2.Bye())))
 

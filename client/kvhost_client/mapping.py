@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NewType
+from typing import NewType, Protocol
 
 from kvhost_client.errors import HandoverFailed, NotMapped
 from kvhost_client.memory import PAGE, Region, check_sealed_file
@@ -62,6 +62,19 @@ class Segment:
     slots: int
     generation: int
     geometry: Geometry
+
+
+class Registrar(Protocol):
+    """Tells a device's driver of segments: after they are mapped, before the daemon hears that they are."""
+
+    def register(self, segments: Sequence[Segment]) -> Iterator[None]:
+        """Registers these segments, one with each step of the iterator, on the link's thread; between two
+        steps the daemon's orders are heard. A segment may be unmapped meanwhile: `region.mapped` tells.
+
+        What is registered is taken back through `region.before_unmap`. Raises `HandoverFailed` when the
+        segments must not be used at all.
+        """
+        ...
 
 
 class WorkerMapping:

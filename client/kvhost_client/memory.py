@@ -10,6 +10,7 @@ import fcntl
 import mmap
 import os
 import threading
+from collections.abc import Callable
 
 from kvhost_client.errors import HandoverFailed
 
@@ -55,6 +56,7 @@ class Region:
         self.address: int = address
         self.nbytes = nbytes
         self._mapped = True
+        self._release: Callable[[], None] | None = None
         # Held for one piece of prefaulting, or for unmapping; never wanted by an engine's threads.
         self._lock = threading.Lock()
         for advice, name in ((_MADV_DONTFORK, "MADV_DONTFORK"), (_MADV_DONTDUMP, "MADV_DONTDUMP")):
@@ -62,6 +64,16 @@ class Region:
                 error = _fail(f"madvise({name})", nbytes)
                 self.unmap()
                 raise error
+
+    @property
+    def mapped(self) -> bool:
+        """Whether the mapping is there."""
+        return self._mapped
+
+    def before_unmap(self, release: Callable[[], None]) -> None:
+        """`release` is called once, before the mapping goes: whoever told a device of this memory must take
+        it back first. If it raises `OSError` the mapping stays."""
+        self._release = release
 
     def populate(self, offset: int, nbytes: int) -> bool:
         """Makes the pages of a range present and writable for this process; contents stay.
@@ -81,6 +93,9 @@ class Region:
         with self._lock:
             if not self._mapped:
                 return
+            if self._release is not None:
+                self._release()
+                self._release = None
             self._mapped = False
             if _libc.munmap(self.address, self.nbytes) != 0:
                 raise _fail("munmap", self.nbytes)

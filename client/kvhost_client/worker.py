@@ -25,7 +25,7 @@ from kvhost_client.errors import (
     VersionMismatch,
 )
 from kvhost_client.handover import HandoverSocket, check_instance_id
-from kvhost_client.mapping import Copy, WorkerMapping
+from kvhost_client.mapping import Copy, Registrar, WorkerMapping
 from kvhost_client.paths import beside
 from kvhost_client.prefault import Prefaulter
 from kvhost_client.types import Access
@@ -64,8 +64,12 @@ class WorkerLink:
         rank: int,
         access: Access = Access.CPU,
         on_change: Callable[[], None] | None = None,
+        *,
+        registrar: Registrar | None = None,
     ) -> None:
         """Opens nothing yet. `socket` is the daemon's first socket; `instance_id` has 16 bytes.
+
+        `registrar` tells a device's driver of the segments.
 
         `on_change` is called from the link's thread, soon after `token` or `mapping` changed; keep it short.
         """
@@ -77,6 +81,7 @@ class WorkerLink:
         self._rank = rank
         self._access = access
         self._on_change = on_change
+        self._registrar = registrar
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._spent_boot: int | None = None
         self._mapping: WorkerMapping | None = None
@@ -171,7 +176,14 @@ class WorkerLink:
         attachment: Attachment | None = None
         try:
             with HandoverSocket(self._path, _CONNECT_S) as handover:
-                attachment = Attachment(handover, wake, self._prefaulter, self._spent_boot, self._publish)
+                attachment = Attachment(
+                    handover,
+                    wake,
+                    self._prefaulter,
+                    self._spent_boot,
+                    self._publish,
+                    registrar=self._registrar,
+                )
                 attachment.run(self._hello(), self._tend)
             if not self._closing:
                 self._note(f"kvhostd at {self._path} hung up")
