@@ -10,6 +10,7 @@ import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from typing import Any
 
 SPEC_NAME = "KVHostSpec"
@@ -21,6 +22,14 @@ DEFAULT_SOCKET = "/run/kvhost/kvhostd.sock"
 
 class ConfigError(ValueError):
     """A setting that cannot be used; the message is one line."""
+
+
+class Pin(StrEnum):
+    """What becomes of segments on a platform with a device driver."""
+
+    AUTO = "auto"
+    REQUIRED = "required"
+    OFF = "off"
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,13 @@ def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError
     return value
+
+
+def _pin(value: Any) -> Pin:
+    try:
+        return Pin(value)
+    except ValueError:
+        raise TypeError from None
 
 
 def _number(low: int, high: int) -> Callable[[Any], int]:
@@ -103,8 +119,25 @@ KEYS: tuple[Key, ...] = (
         "copy_threads",
         "a whole number from 1 to 32",
         2,
-        "Threads of each worker that copy between the engine's blocks and the cache.",
+        "Threads of each worker that copy between the engine's blocks and the cache, where no device does.",
         _number(1, 32),
+    ),
+    Key(
+        "pin",
+        '"auto", "required" or "off"',
+        "auto",
+        "On GPUs: register the cache's memory with the driver, so that blocks move at full speed. With auto, "
+        "transfers run unpinned where the driver refuses; with required, the engine runs without the cache "
+        "then, and does not start where the driver cannot register memory at all; off does not try.",
+        _pin,
+    ),
+    Key(
+        "cross_layer_blocks",
+        "true or false",
+        False,
+        "On GPUs: ask vLLM for a KV cache with all layers of a block side by side (BLHNC), so that a block "
+        "is one copy. vLLM takes another layout where the attention backend has no such one.",
+        _flag,
     ),
     Key(
         "blocks_per_chunk",
@@ -150,6 +183,8 @@ class ConnectorConfig:
     deadline_ms: int = 100
     attach_wait_ms: int = 2000
     copy_threads: int = 2
+    pin: Pin = Pin.AUTO
+    cross_layer_blocks: bool = False
     blocks_per_chunk: int = 1
     block_size: int | None = None
     offload_prompt_only: bool = True

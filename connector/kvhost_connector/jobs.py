@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingW
 from kvhost_client.errors import KVHostError
 from kvhost_connector.faults import CopyFault, Direction, FaultPlane, no_faults
 from kvhost_connector.metadata import Epoch, SlotSpec, TransferReport
-from kvhost_connector.pages import CacheMoved
+from kvhost_connector.pages import CacheMoved, Piece
 
 logger = logging.getLogger("vllm.kvhost.worker")
 
@@ -75,16 +75,6 @@ class JobState(Enum):
 
 class JobRefused(Exception):
     """The job must not be copied; the message says why."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Consecutive blocks of one chunk: they go to the chunk's image from block `position` on."""
-
-    slot: int
-    group: int
-    position: int
-    blocks: tuple[int, ...]
 
 
 @dataclass

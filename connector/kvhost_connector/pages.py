@@ -30,6 +30,16 @@ class CacheMoved(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Piece:
+    """Consecutive blocks of one chunk: they go to the chunk's image from block `position` on."""
+
+    slot: int
+    group: int
+    position: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Page:
     """One layer's page of every block. `address` is block 0's page; sizes and distances in bytes."""
 
@@ -108,6 +118,20 @@ class GroupPages:
             np.copyto(run.device[block], image[run.offset : run.offset + run.bytes].reshape(shape))
 
 
+class Watch:
+    """Keeps the tensors under registered pages alive, and knows when their memory is not where it was."""
+
+    def __init__(self, owners: Sequence[Any]) -> None:
+        self._owners = [(owner, _place(owner)) for owner in owners]
+
+    def check(self) -> None:
+        """Raises `CacheMoved` when a tensor's memory was released or replaced since it was registered."""
+        if any(_place(owner) != place for owner, place in self._owners):
+            raise CacheMoved(
+                "the engine's KV cache moved since it was registered (sleep mode): nothing is copied"
+            )
+
+
 class PageTable:
     """The KV cache of one worker as registered: every group's pages."""
 
@@ -115,29 +139,22 @@ class PageTable:
         """`owners` are the tensors under the pages: kept alive, and watched for having moved."""
         self.groups = tuple(groups)
         self.blocks = blocks
-        self._owners = [(owner, _place(owner)) for owner in owners]
+        self._watch = Watch(owners)
 
     @classmethod
     def of(cls, caches: Any) -> PageTable:
         """Reads vLLM's CanonicalKVCaches. Raises `UnusablePages` for memory the CPU cannot reach."""
         tensors = [entry.tensor for entry in caches.tensors]
-        if not tensors:
-            raise UnusablePages("the engine registered no KV cache")
+        count = check_blocks(tensors)
         devices = sorted({str(tensor.device.type) for tensor in tensors})
         if devices != ["cpu"]:
             raise UnusablePages(
                 f"kvhost's host worker copies KV caches in host memory, found device {', '.join(devices)}: "
                 f"run vLLM on its CPU platform"
             )
-        blocks = {int(tensor.shape[0]) for tensor in tensors}
-        if len(blocks) != 1:
-            raise UnusablePages(
-                f"the layers of a KV cache must have equally many blocks, found {sorted(blocks)}"
-            )
-        count = blocks.pop()
         groups = []
         for refs in caches.group_data_refs:
-            pages = [_page(tensors[ref.tensor_idx], int(ref.page_size_bytes)) for ref in refs]
+            pages = [page_of(tensors[ref.tensor_idx], int(ref.page_size_bytes)) for ref in refs]
             groups.append(GroupPages(plan_runs(pages, count), sum(page.bytes for page in pages)))
         return cls(groups, count, tensors)
 
@@ -147,10 +164,17 @@ class PageTable:
 
     def check_in_place(self) -> None:
         """Raises `CacheMoved` when a tensor's memory was released or replaced since it was registered."""
-        if any(_place(owner) != place for owner, place in self._owners):
-            raise CacheMoved(
-                "the engine's KV cache moved since it was registered (sleep mode): nothing is copied"
-            )
+        self._watch.check()
+
+
+def check_blocks(tensors: Sequence[Any]) -> int:
+    """The number of blocks of a KV cache. Raises `UnusablePages` when there is none, or no one number."""
+    if not tensors:
+        raise UnusablePages("the engine registered no KV cache")
+    blocks = {int(tensor.shape[0]) for tensor in tensors}
+    if len(blocks) != 1:
+        raise UnusablePages(f"the layers of a KV cache must have equally many blocks, found {sorted(blocks)}")
+    return blocks.pop()
 
 
 def _place(tensor: Any) -> tuple[int, int]:
@@ -158,7 +182,8 @@ def _place(tensor: Any) -> tuple[int, int]:
     return int(storage.data_ptr()), int(storage.nbytes())
 
 
-def _page(tensor: Any, size: int) -> Page:
+def page_of(tensor: Any, size: int) -> Page:
+    """One layer's pages, `size` bytes each, from its (blocks, ...) tensor. Raises `UnusablePages`."""
     element = int(tensor.element_size())
     stride = int(tensor.stride(0)) * element
     contiguous = int(tensor[0].numel()) * element

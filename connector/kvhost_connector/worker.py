@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvhost_connector.faults import Direction
-from kvhost_connector.jobs import Job, JobRefused, JobWorker, Mapping, MappingSource, Piece
-from kvhost_connector.pages import NULL_BLOCK, PageTable, bytes_at
+from kvhost_connector.jobs import Job, JobRefused, JobWorker, Mapping, MappingSource
+from kvhost_connector.pages import NULL_BLOCK, PageTable, Piece, bytes_at
 
 
 class HostWorker(JobWorker):
