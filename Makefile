@@ -35,8 +35,9 @@ proto: setup ## generated modules from the .proto files
 	@$(VENV)/python -m scripts.gen_proto
 	@$(VENV)/python -m tests.proto.field_numbers
 
-docs: setup ## docs/configuration.md from the code
+docs: setup ## docs/configuration.md and docs/metrics.md from the code
 	@$(VENV)/python -m scripts.configuration_page
+	@$(VENV)/python -m scripts.metrics_page
 
 drills: setup ## the long form of every fault drill; results in build/drills.jsonl
 	@KVHOST_DRILLS=long KVHOST_MODEL_STEPS=100000 \

@@ -33,6 +33,8 @@ COUNTERS = (
     "bound_reached",
     "segments_retired",
 )
+BYTES_OF = ("committed_chunks", "pinned_chunks")
+"""Counters of chunks that are also told in bytes."""
 ANOMALIES = (
     "stale_commit",
     "stale_assign",
@@ -84,6 +86,8 @@ class Books:
         self.outbox = outbox
         # Keys being written, with the number of writers, by namespace.
         self.writing: dict[NamespaceNumber, Counter[ChunkKey]] = {}
+        # What namespaces that are gone had counted, in bytes: totals never fall.
+        self._former_bytes: Counter[str] = Counter()
         self._chores: deque[Iterator[None]] = deque()
 
     def now(self) -> int:
@@ -94,6 +98,19 @@ class Books:
         if session.namespace is None:
             raise Refused(Code.FAILED_PRECONDITION, "the session has declared no namespace yet")
         return session.namespace
+
+    def bytes_of(self, counter: str) -> int:
+        """What all namespaces have counted under this name, in bytes instead of chunks."""
+        now = sum(n.counters[counter] * n.spec.layout.slot_bytes for n in self.namespaces.values())
+        return now + self._former_bytes[counter]
+
+    def forget(self, namespace: Namespace) -> None:
+        """A namespace with nothing in it is gone; its number is never used again."""
+        del self.namespaces[namespace.number]
+        del self.writing[namespace.number]
+        self.fates.forget(namespace.number)
+        for name in BYTES_OF:
+            self._former_bytes[name] += namespace.counters[name] * namespace.spec.layout.slot_bytes
 
     def bounds(self, session: Session) -> Bounds:
         """How much this session may hold now (I5)."""

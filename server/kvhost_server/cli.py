@@ -22,6 +22,7 @@ from kvhost_server.sizing import HugePages
 from kvhost_server.units import parse_size
 
 DEFAULT_SOCKET = "/run/kvhost/kvhostd.sock"
+DEFAULT_METRICS = "127.0.0.1:9640"
 _PREFIX = "KVHOST"
 _NOT_IN_FILE = ("config", "print_config", "check_config", "version", "help")
 
@@ -156,6 +157,13 @@ def _file_value(path: Path, key: str, value: object, option: click.Parameter) ->
     "--tls-client-ca",
     type=click.Path(path_type=Path),
     help="Authorities of the clients that --tcp serves (PEM); a client without a certificate is refused.",
+)
+@click.option(
+    "--metrics",
+    metavar="HOST:PORT|off",
+    default=DEFAULT_METRICS,
+    show_default=True,
+    help="Serve metrics (/metrics), probes (/livez, /readyz) and a web page (/) over HTTP, without a login.",
 )
 @click.option(
     "--lock",

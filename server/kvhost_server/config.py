@@ -19,6 +19,9 @@ from kvhost_server.units import exact_size
 _LONGEST_WAIT_S = 86400.0
 
 
+METRICS_OFF = "off"
+
+
 class LogFormat(enum.StrEnum):
     """What `--log-format` may ask."""
 
@@ -62,6 +65,8 @@ class Config:
     allow_gid: tuple[int, ...]
     tcp: Listener | None
     """None: nothing is served over TCP."""
+    metrics: Address | None
+    """Where metrics and the web page are served over HTTP; None: nowhere."""
     lock: Lock
     hugepages: HugePages
     memory_wait: float
@@ -90,6 +95,7 @@ class Config:
         tls_cert: Path | None,
         tls_key: Path | None,
         tls_client_ca: Path | None,
+        metrics: str,
         lock: str,
         hugepages: str,
         memory_wait: float,
@@ -117,6 +123,7 @@ class Config:
             allow_uid=tuple(_uid("allow_uid", name) for name in allow_uid),
             allow_gid=tuple(_gid("allow_gid", name) for name in allow_gid),
             tcp=_listener(tcp, tls_cert=tls_cert, tls_key=tls_key, tls_client_ca=tls_client_ca),
+            metrics=_metrics(metrics),
             lock=Lock(lock),
             hugepages=HugePages(hugepages),
             memory_wait=memory_wait,
@@ -175,6 +182,7 @@ class Config:
             "tls_cert": None if self.tcp is None else json.dumps(str(self.tcp.cert)),
             "tls_key": None if self.tcp is None else json.dumps(str(self.tcp.key)),
             "tls_client_ca": None if self.tcp is None else json.dumps(str(self.tcp.client_ca)),
+            "metrics": json.dumps(METRICS_OFF if self.metrics is None else str(self.metrics)),
             "lock": json.dumps(self.lock),
             "hugepages": json.dumps(self.hugepages),
             "memory_wait": f"{self.memory_wait:g}",
@@ -206,6 +214,15 @@ def _listener(tcp: str | None, **files: Path | None) -> Listener | None:
         return Listener(Address.parse(tcp), cert, key, client_ca)
     except ValueError as error:
         raise BadValue("tcp", str(error)) from None
+
+
+def _metrics(text: str) -> Address | None:
+    if text == METRICS_OFF:
+        return None
+    try:
+        return Address.parse(text)
+    except ValueError as error:
+        raise BadValue("metrics", f"{error}; or write {METRICS_OFF}") from None
 
 
 def _uid(option: str, name: str) -> int:

@@ -34,9 +34,13 @@ from kvhost_server.identity import AllowList
 from kvhost_server.ids import MappingId, NamespaceNumber, SegmentId, SessionNumber, StoreId
 from kvhost_server.lag import LoopLag
 from kvhost_server.manager import Manager
+from kvhost_server.measures import Measures
+from kvhost_server.metrics import Sources
 from kvhost_server.notices import Assignment, Notice
 from kvhost_server.notify import ServiceManager
+from kvhost_server.observation import Observation
 from kvhost_server.pool import Pool
+from kvhost_server.recall import Requests
 from kvhost_server.room import Surveyor
 from kvhost_server.service import CacheService
 from kvhost_server.sizing import plan_pool
@@ -113,6 +117,7 @@ class Daemon:
         self._failure: StartupError | None = None
         self._health = health.aio.HealthServicer()
         self._lag = LoopLag()
+        self._measures = Measures()
         self._service_manager = ServiceManager.from_environment()
 
     async def run(self) -> None:
@@ -150,7 +155,14 @@ class Daemon:
             self._ends.callback(file.remove)
         self._servers = [server for server, _ in servers]
         if config.tcp is not None:
-            remote = remote_server(config.tcp, self._admin, self._service, self._health, _SERVER_OPTIONS)
+            remote = remote_server(
+                config.tcp,
+                self._admin,
+                self._service,
+                self._health,
+                _SERVER_OPTIONS,
+                measures=self._measures,
+            )
             self._servers.append(remote)
         for server, file in servers:
             file.bind(partial(server.add_insecure_port, file.grpc_target))
@@ -159,9 +171,12 @@ class Daemon:
         for server in self._servers:
             await server.start()
         self._handover.start()
+        await self._observation.open()
+        self._ends.push_async_callback(self._observation.close)
         await self._tell_health(ServiceState.STARTING)
         self._spawn(self._populate())
         self._spawn(self._lag.watch())
+        self._spawn(self._observation.watch())
         self._spawn(self._service_manager.report_life())
         gc.collect()
         gc.freeze()  # what lives now lives as long as the daemon: no collection need look at it again
@@ -190,6 +205,7 @@ class Daemon:
         plan = plan_pool(config.memory, config.segment_size, config.hugepages, Surveyor(config.cgroup_root))
         connections = _connections_for(plan.segments)
         orders = Orders()
+        requests = Requests()
         boot_id = secrets.randbits(64) | 1
         self._pool = orders.pool = Pool(
             plan,
@@ -217,21 +233,36 @@ class Daemon:
             boot_id, self._manager, self._pool.fd, allow, most_connections=connections
         )
         self._service = orders.service = CacheService(
-            self._manager, self._handover, lambda: self._pool.populated
+            self._manager, self._handover, lambda: self._pool.populated, self._measures, requests
         )
+        self._observation = Observation(lambda: self._config, self._sources)
         self._admin = AdminService(
             self._manager,
             self._pool,
             config.shown(),
-            lambda: {**self._handover.anomalies, **self._lag.anomalies},
+            lambda: {**self._shell_anomalies(), "loop_lag_max_us": int(self._lag.largest_s * 1e6)},
             self._set_state,
         )
+
+    def _sources(self, observation: Observation) -> Sources:
+        """Where metrics and the web page read."""
+        return Sources(
+            self._manager.books,
+            self._pool,
+            self._measures,
+            self._lag,
+            lambda: {**self._shell_anomalies(), **observation.anomalies},
+            self._config.lock,
+        )
+
+    def _shell_anomalies(self) -> dict[str, int]:
+        return {**self._handover.anomalies, "loop_late": self._lag.late}
 
     def _server(
         self, name: str, servicer: Any, add: Callable[[Any, grpc.aio.Server], None]
     ) -> grpc.aio.Server:
         """A server with this service and the standard ones, so that grpcurl works out of the box."""
-        server = grpc.aio.server(interceptors=[TypedDecoding()], options=_SERVER_OPTIONS)
+        server = grpc.aio.server(interceptors=[TypedDecoding(self._measures)], options=_SERVER_OPTIONS)
         add(servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         channelz.add_channelz_servicer(server)

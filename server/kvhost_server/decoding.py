@@ -1,13 +1,19 @@
-"""Bytes that are no message: a typed refusal in one line, instead of a stack trace and UNKNOWN (I13)."""
+"""Around every call of kvhost's own services: bytes that are no message get a typed refusal in one line,
+instead of a stack trace and UNKNOWN (I13); the others are measured.
+"""
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from inspect import isasyncgenfunction
+from time import perf_counter
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
+
+from kvhost_server.measures import CANCELLED, CallMeasure, Measures
 
 _OURS = "/kvhost.v1."
 
@@ -20,9 +26,14 @@ class _Malformed:
 
 
 class TypedDecoding(grpc.aio.ServerInterceptor):
-    """Answers INVALID_ARGUMENT where a request of kvhost's own services cannot be read."""
+    """Answers INVALID_ARGUMENT where a request of kvhost's own services cannot be read; measures the others.
 
-    def __init__(self) -> None:
+    Args:
+        measures: takes how long each call took, and how it failed.
+    """
+
+    def __init__(self, measures: Measures) -> None:
+        self._measures = measures
         self._known: dict[str, Any] = {}
 
     async def intercept_service(
@@ -37,11 +48,14 @@ class TypedDecoding(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or not method.startswith(_OURS):
             return handler
-        self._known[method] = careful = _careful(handler, method)
+        measure = self._measures.of(method)
+        if measure is None:
+            return handler
+        self._known[method] = careful = _careful(handler, method, measure)
         return careful
 
 
-def _careful(handler: Any, method: str) -> Any:
+def _careful(handler: Any, method: str, measure: CallMeasure) -> Any:
     decode = handler.request_deserializer
 
     def deserialize(data: bytes) -> object:
@@ -53,22 +67,41 @@ def _careful(handler: Any, method: str) -> Any:
     behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
 
     async def call(request: object, context: Any) -> object:
-        if isinstance(request, _Malformed):
-            await _refuse(request, context)
-        return await behaviour(request, context)
+        began = perf_counter()
+        try:
+            if isinstance(request, _Malformed):
+                await _refuse(request, context)
+            return await behaviour(request, context)
+        except BaseException as error:
+            measure.failed(_code_of(error, context))
+            raise
+        finally:
+            measure.seconds.observe(perf_counter() - began)
 
     async def stream(request: object, context: Any) -> AsyncGenerator[object, None]:
-        if isinstance(request, _Malformed):
-            await _refuse(request, context)
-        async with aclosing(behaviour(request, context)) as replies:
-            async for reply in replies:
-                yield reply
+        try:
+            if isinstance(request, _Malformed):
+                await _refuse(request, context)
+            async with aclosing(behaviour(request, context)) as replies:
+                async for reply in replies:
+                    yield reply
+        except Exception as error:
+            measure.failed(_code_of(error, context))
+            raise
 
     encode = handler.response_serializer
     if not handler.response_streaming:
         return grpc.unary_unary_rpc_method_handler(call, deserialize, encode)
     serve = stream if isasyncgenfunction(behaviour) else call
     return grpc.unary_stream_rpc_method_handler(serve, deserialize, encode)
+
+
+def _code_of(error: BaseException, context: Any) -> int:
+    """The gRPC status that a failed call ends with."""
+    if isinstance(error, asyncio.CancelledError):
+        return CANCELLED
+    code = context.code()
+    return int(code.value[0] if isinstance(code, grpc.StatusCode) else code or 0)
 
 
 async def _refuse(malformed: _Malformed, context: Any) -> None:

@@ -2,21 +2,23 @@
 
 import asyncio
 
+from kvhost_server.histogram import Histogram
+from kvhost_server.measures import LATENCY_BOUNDS_S
+
 _INTERVAL_S = 0.1
 _LATE_S = 0.1
 
 
 class LoopLag:
-    """Wakes ten times a second and measures by how much it was late."""
+    """Wakes ten times a second and measures by how much it was late.
+
+    `late` counts the times it was more than 100 ms.
+    """
 
     def __init__(self) -> None:
         self.largest_s = 0.0
-        self._late = 0
-
-    @property
-    def anomalies(self) -> dict[str, int]:
-        """Times the loop was more than 100 ms late, and the largest lag in microseconds."""
-        return {"loop_late": self._late, "loop_lag_max_us": int(self.largest_s * 1e6)}
+        self.seconds = Histogram(LATENCY_BOUNDS_S)
+        self.late = 0
 
     async def watch(self) -> None:
         """Measures for ever."""
@@ -26,4 +28,5 @@ class LoopLag:
             await asyncio.sleep(_INTERVAL_S)
             lag = loop.time() - due
             self.largest_s = max(self.largest_s, lag)
-            self._late += lag > _LATE_S
+            self.seconds.observe(lag)
+            self.late += lag > _LATE_S

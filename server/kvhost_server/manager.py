@@ -308,9 +308,7 @@ class Manager:
         for namespace in list(self.books.namespaces.values()):
             used = namespace.sessions or namespace.segments or namespace.expecting
             if not (used or namespace.floor or namespace.cap):
-                del self.books.namespaces[namespace.number]
-                self.books.fates.forget(namespace.number)
-                del self.books.writing[namespace.number]
+                self.books.forget(namespace)
                 del self._by_digest[namespace.digest]
 
     def _enter(self, session: Session, namespace: Namespace) -> None:

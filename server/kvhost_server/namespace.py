@@ -121,6 +121,7 @@ class Namespace:
     expecting_since: float = 0.0
 
     def __post_init__(self) -> None:
+        self.tokens_per_chunk = {group.id: group.tokens_per_chunk for group in self.spec.layout.groups}
         self.table = ChunkTable(self.slots_per_segment, self._removed, self.policy)
 
     @property

@@ -25,9 +25,11 @@ from kvhost_server.lookups import (
     check_update,
 )
 from kvhost_server.manager import Manager
+from kvhost_server.measures import Measures
 from kvhost_server.namespace import Namespace
 from kvhost_server.notices import Ended, Evicted, KeyEvent, Notice, Resync
 from kvhost_server.reading import MAX_KEYS_PER_CALL, ChainAnswer
+from kvhost_server.recall import Requests
 from kvhost_server.sessions import Session
 from kvhost_server.stewardship import namespace_named
 from kvhost_server.version import PROTOCOL_MAJOR, version_message
@@ -60,6 +62,7 @@ class NoticeQueue:
         self._notices: deque[cache_pb2.Notice | Ended] = deque()
         self._key_bytes = 0
         self._wake = asyncio.Event()
+        self.collapsed = 0
 
     def put(self, notice: cache_pb2.Notice | Ended) -> None:
         if len(self._notices) >= _MAX_QUEUED_NOTICES or self._key_bytes > _MAX_QUEUED_KEY_BYTES:
@@ -71,6 +74,7 @@ class NoticeQueue:
                 resync.stamp.CopyFrom(stamped.stamp)
             self._notices = deque([resync, *kept])
             self._key_bytes = 0
+            self.collapsed += 1
         self._notices.append(notice)
         self._key_bytes += _removed_bytes(notice)
         self._wake.set()
@@ -95,15 +99,26 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         manager: decides.
         doorkeeper: redeems tickets and watches schedulers' processes.
         populated: fraction of the pool that is populated, 0 to 1.
+        measures: takes what lookups found, and what was dropped.
+        requests: keeps what was asked, for people.
     """
 
-    def __init__(self, manager: Manager, doorkeeper: Doorkeeper, populated: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        manager: Manager,
+        doorkeeper: Doorkeeper,
+        populated: Callable[[], float],
+        measures: Measures,
+        requests: Requests,
+    ) -> None:
         self._manager = manager
         self._books = manager.books
         self._doorkeeper = doorkeeper
         self._populated = populated
+        self._measures = measures
+        self._requests = requests
         self._streams: dict[SessionNumber, NoticeQueue] = {}
-        self._watching = Watching(manager.books)
+        self._watching = Watching(manager.books, measures.drops)
         self._with_events: set[NamespaceNumber] = set()
         self._chores_run = False
 
@@ -206,6 +221,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         finally:
             unwatch()
             self._end(number, "its stream was closed")
+            self._measures.drops["notices"] += stream.collapsed
             del self._streams[number]
 
     @answers
@@ -243,12 +259,15 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         if request.namespace:
             return await self._lookup_without_session(request)
         session = self._manager.session(request.session_id)
-        check_lookup(request, self._books.namespace_of(session))
+        namespace = self._books.namespace_of(session)
+        check_lookup(request, namespace)
 
         def ask(chain: cache_pb2.Chain, keys: bytes) -> ChainAnswer:
             return self._manager.reading.lookup(session, chain.group, chain.semantics, keys, request.pin)
 
         found = await (answer_at_once if request.pin else answer_in_slices)(request, ask)
+        self._measures.looked_up(namespace, request.queries, found, request.pin)
+        self._requests.remember(session.number, namespace.number, self._books.clock(), request.queries, found)
         self._tell_soon(session)
         return cache_pb2.LookupReply(stamp=self._stamp(session), answers=found)
 

@@ -23,6 +23,7 @@ from kvhost_server.decoding import TypedDecoding
 from kvhost_server.errors import Code, Refused
 from kvhost_server.exits import ExitCode, StartupError
 from kvhost_server.listener import Address, Listener
+from kvhost_server.measures import Measures
 from kvhost_server.service import CacheService
 from kvhost_server.wire import refuse
 
@@ -35,13 +36,15 @@ def remote_server(
     cache: CacheService,
     healths: health.aio.HealthServicer,
     options: Sequence[tuple[str, int]],
+    *,
+    measures: Measures,
 ) -> grpc.aio.Server:
     """A server on the TCP port, not started.
 
     Raises:
         StartupError: a file is not what it should be, or nobody may listen there.
     """
-    server = grpc.aio.server(interceptors=[TypedDecoding()], options=options)
+    server = grpc.aio.server(interceptors=[TypedDecoding(measures)], options=options)
     admin_pb2_grpc.add_AdminServicer_to_server(admin, server)
     cache_pb2_grpc.add_CacheServicer_to_server(RemoteCache(cache), server)
     health_pb2_grpc.add_HealthServicer_to_server(healths, server)
@@ -156,7 +159,7 @@ class RemoteCache(cache_pb2_grpc.CacheServicer):
             ),
         )
 
-    Ping = OpenSession = DeclareNamespace = Reserve = Update = Reset = _only_here
+    Ping = OpenSession = DeclareNamespace = Reserve = Update = Exchange = Reset = _only_here
 
 
 def _read(option: str, path: Path) -> bytes:

@@ -19,10 +19,16 @@ _KEYS_PER_EVENT = 1024
 
 
 class Watching:
-    """All Watch streams of the daemon."""
+    """All Watch streams of the daemon.
 
-    def __init__(self, books: Books) -> None:
+    Args:
+        books: what is watched.
+        drops: counts under "watch_events" how often a stream that was read too slowly had to start anew.
+    """
+
+    def __init__(self, books: Books, drops: Counter[str]) -> None:
         self._books = books
+        self._drops = drops
         self._watchers: set[_Watcher] = set()
 
     def check_room(self) -> None:
@@ -36,7 +42,7 @@ class Watching:
 
     async def watch(self, only: Namespace | None) -> AsyncGenerator[cache_pb2.WatchEvent, None]:
         """What one stream tells, without end: of one namespace, or of all."""
-        watcher = _Watcher(only.number if only else None)
+        watcher = _Watcher(only.number if only else None, self._drops)
         self._watchers.add(watcher)
         try:
             for namespace in [only] if only else list(self._books.namespaces.values()):
@@ -115,8 +121,9 @@ class Watching:
 class _Watcher:
     """One Watch stream. When its queue runs full, the namespaces in it start anew with a gap."""
 
-    def __init__(self, only: NamespaceNumber | None) -> None:
+    def __init__(self, only: NamespaceNumber | None, drops: Counter[str]) -> None:
         self.only = only
+        self._drops = drops
         self.gaps: set[NamespaceNumber] = set()
         self._events: deque[tuple[NamespaceNumber, cache_pb2.WatchEvent]] = deque()
         self._bytes = 0
@@ -128,6 +135,7 @@ class _Watcher:
             return  # a snapshot will tell
         more = sum(map(_key_bytes, events))
         if len(self._events) + len(events) > _MAX_QUEUED_EVENTS or self._bytes + more > _MAX_QUEUED_KEY_BYTES:
+            self._drops["watch_events"] += 1
             self.lost(namespace)
             return
         self._bytes += more

@@ -1,6 +1,7 @@
 """A real kvhostd in a process of its own, on sockets in a folder of its own."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -25,7 +26,7 @@ class Daemon:
 
     Args:
         memory: `--memory`.
-        options: further flags, as ("--lock", "auto").
+        options: further flags, as ("--lock", "auto"). Without --metrics among them there is no HTTP port.
         folder: where the sockets stand; a new folder under the temp dir when not given (then removed at
         the end).
             Give the same one to a second daemon to take the first one's place.
@@ -56,6 +57,7 @@ class Daemon:
         self.command = [
             *prefix,
             *(sys.executable, "-m", "kvhost_server", "--memory", memory, "--socket", self.socket),
+            *(() if "--metrics" in options else ("--metrics", "off")),
             *options,
         ]
         with self._log_path.open("wb") as log:
@@ -134,6 +136,13 @@ class Daemon:
                 admin_pb2.CheckIntegrityRequest(), timeout=30.0
             )
         assert reply.ok, list(reply.problems)
+
+    @property
+    def url(self) -> str:
+        """Where its HTTP port is; it must have been asked for."""
+        found = re.search(r"metrics on (http://\S+)/metrics", self.wait_log("a page for people on"))
+        assert found is not None
+        return found.group(1)
 
     def wait_log(self, text: str, deadline_s: float = 5.0) -> str:
         """Returns the log once it contains the text."""

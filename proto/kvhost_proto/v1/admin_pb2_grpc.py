@@ -79,6 +79,26 @@ class AdminStub(object):
                 request_serializer=kvhost__proto_dot_v1_dot_admin__pb2.SetLimitsRequest.SerializeToString,
                 response_deserializer=kvhost__proto_dot_v1_dot_admin__pb2.SetLimitsReply.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvhost.v1.Admin/Explain',
+                request_serializer=kvhost__proto_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvhost__proto_dot_v1_dot_admin__pb2.ExplainReply.FromString,
+                _registered_method=True)
+        self.PinChunks = channel.unary_unary(
+                '/kvhost.v1.Admin/PinChunks',
+                request_serializer=kvhost__proto_dot_v1_dot_admin__pb2.PinChunksRequest.SerializeToString,
+                response_deserializer=kvhost__proto_dot_v1_dot_admin__pb2.PinChunksReply.FromString,
+                _registered_method=True)
+        self.UnpinChunks = channel.unary_unary(
+                '/kvhost.v1.Admin/UnpinChunks',
+                request_serializer=kvhost__proto_dot_v1_dot_admin__pb2.UnpinChunksRequest.SerializeToString,
+                response_deserializer=kvhost__proto_dot_v1_dot_admin__pb2.UnpinChunksReply.FromString,
+                _registered_method=True)
+        self.DropNamespace = channel.unary_unary(
+                '/kvhost.v1.Admin/DropNamespace',
+                request_serializer=kvhost__proto_dot_v1_dot_admin__pb2.DropNamespaceRequest.SerializeToString,
+                response_deserializer=kvhost__proto_dot_v1_dot_admin__pb2.DropNamespaceReply.FromString,
+                _registered_method=True)
         self.CheckIntegrity = channel.unary_unary(
                 '/kvhost.v1.Admin/CheckIntegrity',
                 request_serializer=kvhost__proto_dot_v1_dot_admin__pb2.CheckIntegrityRequest.SerializeToString,
@@ -150,6 +170,35 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Why chunks are not there: where a chain breaks, and what became of each
+        chunk, as far as it is remembered.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PinChunks(self, request, context):
+        """Keeps chunks from being evicted until UnpinChunks, a reset, or the end of
+        the daemon.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnpinChunks(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropNamespace(self, request, context):
+        """Gives the segments of a namespace without sessions back to the pool.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CheckIntegrity(self, request, context):
         """Verifies the manager's own books.
         """
@@ -204,6 +253,26 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.SetLimits,
                     request_deserializer=kvhost__proto_dot_v1_dot_admin__pb2.SetLimitsRequest.FromString,
                     response_serializer=kvhost__proto_dot_v1_dot_admin__pb2.SetLimitsReply.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvhost__proto_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
+                    response_serializer=kvhost__proto_dot_v1_dot_admin__pb2.ExplainReply.SerializeToString,
+            ),
+            'PinChunks': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinChunks,
+                    request_deserializer=kvhost__proto_dot_v1_dot_admin__pb2.PinChunksRequest.FromString,
+                    response_serializer=kvhost__proto_dot_v1_dot_admin__pb2.PinChunksReply.SerializeToString,
+            ),
+            'UnpinChunks': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnpinChunks,
+                    request_deserializer=kvhost__proto_dot_v1_dot_admin__pb2.UnpinChunksRequest.FromString,
+                    response_serializer=kvhost__proto_dot_v1_dot_admin__pb2.UnpinChunksReply.SerializeToString,
+            ),
+            'DropNamespace': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropNamespace,
+                    request_deserializer=kvhost__proto_dot_v1_dot_admin__pb2.DropNamespaceRequest.FromString,
+                    response_serializer=kvhost__proto_dot_v1_dot_admin__pb2.DropNamespaceReply.SerializeToString,
             ),
             'CheckIntegrity': grpc.unary_unary_rpc_method_handler(
                     servicer.CheckIntegrity,
@@ -454,6 +523,114 @@ class Admin(object):
             '/kvhost.v1.Admin/SetLimits',
             kvhost__proto_dot_v1_dot_admin__pb2.SetLimitsRequest.SerializeToString,
             kvhost__proto_dot_v1_dot_admin__pb2.SetLimitsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvhost.v1.Admin/Explain',
+            kvhost__proto_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+            kvhost__proto_dot_v1_dot_admin__pb2.ExplainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinChunks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvhost.v1.Admin/PinChunks',
+            kvhost__proto_dot_v1_dot_admin__pb2.PinChunksRequest.SerializeToString,
+            kvhost__proto_dot_v1_dot_admin__pb2.PinChunksReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnpinChunks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvhost.v1.Admin/UnpinChunks',
+            kvhost__proto_dot_v1_dot_admin__pb2.UnpinChunksRequest.SerializeToString,
+            kvhost__proto_dot_v1_dot_admin__pb2.UnpinChunksReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropNamespace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvhost.v1.Admin/DropNamespace',
+            kvhost__proto_dot_v1_dot_admin__pb2.DropNamespaceRequest.SerializeToString,
+            kvhost__proto_dot_v1_dot_admin__pb2.DropNamespaceReply.FromString,
             options,
             channel_credentials,
             insecure,

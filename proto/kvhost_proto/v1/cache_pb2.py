@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from kvhost_proto.v1 import common_pb2 as kvhost__proto_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvhost_proto/v1/cache.proto\x12\tkvhost.v1\x1a\x1ckvhost_proto/v1/common.proto\"\r\n\x0bPingRequest\"\x8c\x01\n\tPingReply\x12\x1f\n\x05stamp\x18\x01 \x01(\x0b\x32\x10.kvhost.v1.Stamp\x12#\n\x07version\x18\x02 \x01(\x0b\x32\x12.kvhost.v1.Version\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.kvhost.v1.ServiceState\x12\x11\n\tpopulated\x18\x04 \x01(\x01\"X\n\x12OpenSessionRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12#\n\x07version\x18\x02 \x01(\x0b\x32\x12.kvhost.v1.Version\x12\r\n\x05label\x18\x03 \x01(\t\"\xe7\x02\n\x06Notice\x12\x1f\n\x05stamp\x18\x01 \x01(\x0b\x32\x10.kvhost.v1.Stamp\x12#\n\x06opened\x18\x02 \x01(\x0b\x32\x11.kvhost.v1.OpenedH\x00\x12(\n\x05state\x18\x03 \x01(\x0b\x32\x17.kvhost.v1.StateChangedH\x00\x12#\n\x06mapped\x18\x04 \x01(\x0b\x32\x11.kvhost.v1.MappedH\x00\x12#\n\x06recall\x18\x05 \x01(\x0b\x32\x11.kvhost.v1.RecallH\x00\x12%\n\x07removed\x18\x06 \x01(\x0b\x32\x12.kvhost.v1.RemovedH\x00\x12#\n\x06resync\x18\x07 \x01(\x0b\x32\x11.kvhost.v1.ResyncH\x00\x12#\n\x06\x66\x65nced\x18\x08 \x01(\x0b\x32\x11.kvhost.v1.FencedH\x00\x12*\n\ngoing_down\x18\t \x01(\x0b\x32\x14.kvhost.v1.GoingDownH\x00\x42\x06\n\x04kind\"y\n\x06Opened\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12#\n\x07version\x18\x03 \x01(\x0b\x32\x12.kvhost.v1.Version\x12&\n\x05state\x18\x04 \x01(\x0e\x32\x17.kvhost.v1.ServiceState\"6\n\x0cStateChanged\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.kvhost.v1.ServiceState\"<\n\x06Mapped\x12\x14\n\x0cmapped_ranks\x18\x01 \x01(\r\x12\r\n\x05ranks\x18\x02 \x01(\r\x12\r\n\x05ready\x18\x03 \x01(\x08\"\x18\n\x06Recall\x12\x0e\n\x06grants\x18\x01 \x01(\r\"*\n\x07Removed\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x11\n\tkey_bytes\x18\x02 \x01(\r\"\x08\n\x06Resync\"\x17\n\x06\x46\x65nced\x12\r\n\x05slots\x18\x01 \x01(\r\"\x1b\n\tGoingDown\x12\x0e\n\x06reason\x18\x01 \x01(\t\"*\n\x0bWorkerToken\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\"~\n\x17\x44\x65\x63lareNamespaceRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12&\n\x04spec\x18\x02 \x01(\x0b\x32\x18.kvhost.v1.NamespaceSpec\x12\'\n\x07workers\x18\x03 \x03(\x0b\x32\x16.kvhost.v1.WorkerToken\"\xc7\x01\n\x15\x44\x65\x63lareNamespaceReply\x12\x1f\n\x05stamp\x18\x01 \x01(\x0b\x32\x10.kvhost.v1.Stamp\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x18\n\x10namespace_number\x18\x03 \x01(\x04\x12\x12\n\nslot_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cshard_stride\x18\x05 \x01(\x04\x12\x19\n\x11slots_per_segment\x18\x06 \x01(\r\x12\x0f\n\x07\x65xisted\x18\x07 \x01(\x08\x12\r\n\x05slots\x18\x08 \x01(\x04\"`\n\x05\x43hain\x12\r\n\x05group\x18\x01 \x01(\r\x12\'\n\tsemantics\x18\x02 \x01(\x0e\x32\x14.kvhost.v1.Semantics\x12\x11\n\tkey_bytes\x18\x03 \x01(\r\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\"<\n\x0bLookupQuery\x12\x0b\n\x03tag\x18\x01 \x01(\x04\x12 \n\x06\x63hains\x18\x02 \x03(\x0b\x32\x10.kvhost.v1.Chain\"l\n\rLookupRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\'\n\x07queries\x18\x02 \x03(\x0b\x32\x16.kvhost.v1.LookupQuery\x12\x0b\n\x03pin\x18\x03 \x01(\x08\x12\x11\n\tnamespace\x18\x04 \x01(\t\"X\n\x0bLookupReply\x12\x1f\n\x05stamp\x18\x01 \x01(\x0b\x32\x10.kvhost.v1.Stamp\x12(\n\x07\x61nswers\x18\x02 \x03(\x0b\x32\x17.kvhost.v1.LookupAnswer\"C\n\x0cLookupAnswer\x12\x0b\n\x03tag\x18\x01 \x01(\x04\x12&\n\x06\x63hains\x18\x02 \x03(\x0b\x32\x16.kvhost.v1.ChainAnswer\"T\n\x0b\x43hainAnswer\x12\r\n\x05\x66ound\x18\x01 \x01(\x0c\x12\r\n\x05slots\x18\x02 \x03(\x04\x12\x14\n\x0c\x66irst_pin_id\x18\x03 \x01(\x04\x12\x11\n\tchecksums\x18\x04 \x03(\x06\"E\n\x05\x43hunk\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x0e\n\x06parent\x18\x03 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\"U\n\x0eReserveRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12 \n\x06\x63hunks\x18\x03 \x03(\x0b\x32\x10.kvhost.v1.Chunk\"\xd0\x01\n\x0cReserveReply\x12\x1f\n\x05stamp\x18\x01 \x01(\x0b\x32\x10.kvhost.v1.Stamp\x12\x11\n\tstore_ids\x18\x02 \x03(\x04\x12\r\n\x05slots\x18\x03 \x03(\x04\x12.\n\x0c\x63hunk_status\x18\x04 \x03(\x0e\x32\x18.kvhost.v1.ReserveStatus\x12\x17\n\x0f\x63hunk_store_ids\x18\x05 \x03(\x04\x12\x13\n\x0b\x63hunk_slots\x18\x06 \x03(\x04\x12\x0f\n\x07pending\x18\x07 \x01(\x08\x12\x0e\n\x06reason\x18\x08 \x01(\t\"<\n\x07StoreOf\x12\x10\n\x08store_id\x18\x01 \x01(\x04\x12\x1f\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x10.kvhost.v1.Chunk\"0\n\x05\x41\x62ort\x12\x10\n\x08store_id\x18\x01 \x01(\x04\x12\x15\n\runquiet_ranks\x18\x02 \x03(\r\"\xc4\x01\n\rUpdateRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12#\n\x07\x61ssigns\x18\x02 \x03(\x0b\x32\x12.kvhost.v1.StoreOf\x12#\n\x07\x63ommits\x18\x03 \x03(\x0b\x32\x12.kvhost.v1.StoreOf\x12 \n\x06\x61\x62orts\x18\x04 \x03(\x0b\x32\x10.kvhost.v1.Abort\x12\x10\n\x08releases\x18\x05 \x03(\x04\x12!\n\x07touches\x18\x06 \x03(\x0b\x32\x10.kvhost.v1.Chain\"Y\n\tItemError\x12!\n\x04kind\x18\x01 \x01(\x0e\x32\x13.kvhost.v1.ItemKind\x12\n\n\x02id\x18\x02 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t\"h\n\x0bUpdateReply\x12\x1f\n\x05stamp\x18\x01 \x01(\x0b\x32\x10.kvhost.v1.Stamp\x12$\n\x06\x65rrors\x18\x02 \x03(\x0b\x32\x14.kvhost.v1.ItemError\x12\x12\n\nsuperseded\x18\x03 \x03(\x04\";\n\x0cResetRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x17\n\x0fweights_version\x18\x02 \x01(\t\"W\n\nResetReply\x12\x1f\n\x05stamp\x18\x01 \x01(\x0b\x32\x10.kvhost.v1.Stamp\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x18\n\x10namespace_number\x18\x03 \x01(\x04\"!\n\x0cWatchRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\"\xf2\x01\n\nWatchEvent\x12\x1f\n\x05stamp\x18\x01 \x01(\x0b\x32\x10.kvhost.v1.Stamp\x12\x18\n\x10namespace_number\x18\x02 \x01(\x04\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12$\n\x06stored\x18\x04 \x01(\x0b\x32\x12.kvhost.v1.KeyListH\x00\x12%\n\x07removed\x18\x05 \x01(\x0b\x32\x12.kvhost.v1.KeyListH\x00\x12\x1d\n\x03gap\x18\x06 \x01(\x0b\x32\x0e.kvhost.v1.GapH\x00\x12#\n\x06synced\x18\x07 \x01(\x0b\x32\x11.kvhost.v1.SyncedH\x00\x42\x06\n\x04kind\";\n\x07KeyList\x12\x11\n\tkey_bytes\x18\x01 \x01(\r\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x0f\n\x07parents\x18\x03 \x01(\x0c\"\x05\n\x03Gap\"\x08\n\x06Synced*\xc0\x01\n\rReserveStatus\x12\x1e\n\x1aRESERVE_STATUS_UNSPECIFIED\x10\x00\x12\x1b\n\x17RESERVE_STATUS_RESERVED\x10\x01\x12\x19\n\x15RESERVE_STATUS_EXISTS\x10\x02\x12 \n\x1cRESERVE_STATUS_BEING_WRITTEN\x10\x03\x12\x1b\n\x17RESERVE_STATUS_NO_SPACE\x10\x04\x12\x18\n\x14RESERVE_STATUS_BOUND\x10\x05*\x92\x01\n\x08ItemKind\x12\x19\n\x15ITEM_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10ITEM_KIND_ASSIGN\x10\x01\x12\x14\n\x10ITEM_KIND_COMMIT\x10\x02\x12\x13\n\x0fITEM_KIND_ABORT\x10\x03\x12\x15\n\x11ITEM_KIND_RELEASE\x10\x04\x12\x13\n\x0fITEM_KIND_TOUCH\x10\x05\x32\x85\x04\n\x05\x43\x61\x63he\x12\x34\n\x04Ping\x12\x16.kvhost.v1.PingRequest\x1a\x14.kvhost.v1.PingReply\x12\x41\n\x0bOpenSession\x12\x1d.kvhost.v1.OpenSessionRequest\x1a\x11.kvhost.v1.Notice0\x01\x12X\n\x10\x44\x65\x63lareNamespace\x12\".kvhost.v1.DeclareNamespaceRequest\x1a .kvhost.v1.DeclareNamespaceReply\x12:\n\x06Lookup\x12\x18.kvhost.v1.LookupRequest\x1a\x16.kvhost.v1.LookupReply\x12=\n\x07Reserve\x12\x19.kvhost.v1.ReserveRequest\x1a\x17.kvhost.v1.ReserveReply\x12:\n\x06Update\x12\x18.kvhost.v1.UpdateRequest\x1a\x16.kvhost.v1.UpdateReply\x12\x37\n\x05Reset\x12\x17.kvhost.v1.ResetRequest\x1a\x15.kvhost.v1.ResetReply\x12\x39\n\x05Watch\x12\x17.kvhost.v1.WatchRequest\x1a\x15.kvhost.v1.WatchEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvhost_proto/v1/cache.proto\x12\tkvhost.v1\x1a\x1ckvhost_proto/v1/common.proto\"\r\n\x0bPingRequest\"\x8c\x01\n\tPingReply\x12\x1f\n\x05stamp\x18\x01 \x01(\x0b\x32\x10.kvhost.v1.Stamp\x12#\n\x07version\x18\x02 \x01(\x0b\x32\x12.kvhost.v1.Version\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.kvhost.v1.ServiceState\x12\x11\n\tpopulated\x18\x04 \x01(\x01\"X\n\x12OpenSessionRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12#\n\x07version\x18\x02 \x01(\x0b\x32\x12.kvhost.v1.Version\x12\r\n\x05label\x18\x03 \x01(\t\"\xe7\x02\n\x06Notice\x12\x1f\n\x05stamp\x18\x01 \x01(\x0b\x32\x10.kvhost.v1.Stamp\x12#\n\x06opened\x18\x02 \x01(\x0b\x32\x11.kvhost.v1.OpenedH\x00\x12(\n\x05state\x18\x03 \x01(\x0b\x32\x17.kvhost.v1.StateChangedH\x00\x12#\n\x06mapped\x18\x04 \x01(\x0b\x32\x11.kvhost.v1.MappedH\x00\x12#\n\x06recall\x18\x05 \x01(\x0b\x32\x11.kvhost.v1.RecallH\x00\x12%\n\x07removed\x18\x06 \x01(\x0b\x32\x12.kvhost.v1.RemovedH\x00\x12#\n\x06resync\x18\x07 \x01(\x0b\x32\x11.kvhost.v1.ResyncH\x00\x12#\n\x06\x66\x65nced\x18\x08 \x01(\x0b\x32\x11.kvhost.v1.FencedH\x00\x12*\n\ngoing_down\x18\t \x01(\x0b\x32\x14.kvhost.v1.GoingDownH\x00\x42\x06\n\x04kind\"y\n\x06Opened\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12#\n\x07version\x18\x03 \x01(\x0b\x32\x12.kvhost.v1.Version\x12&\n\x05state\x18\x04 \x01(\x0e\x32\x17.kvhost.v1.ServiceState\"6\n\x0cStateChanged\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.kvhost.v1.ServiceState\"<\n\x06Mapped\x12\x14\n\x0cmapped_ranks\x18\x01 \x01(\r\x12\r\n\x05ranks\x18\x02 \x01(\r\x12\r\n\x05ready\x18\x03 \x01(\x08\"\x18\n\x06Recall\x12\x0e\n\x06grants\x18\x01 \x01(\r\"*\n\x07Removed\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x11\n\tkey_bytes\x18\x02 \x01(\r\"\x08\n\x06Resync\"\x17\n\x06\x46\x65nced\x12\r\n\x05slots\x18\x01 \x01(\r\"\x1b\n\tGoingDown\x12\x0e\n\x06reason\x18\x01 \x01(\t\"*\n\x0bWorkerToken\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\"~\n\x17\x44\x65\x63lareNamespaceRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12&\n\x04spec\x18\x02 \x01(\x0b\x32\x18.kvhost.v1.NamespaceSpec\x12\'\n\x07workers\x18\x03 \x03(\x0b\x32\x16.kvhost.v1.WorkerToken\"\xc7\x01\n\x15\x44\x65\x63lareNamespaceReply\x12\x1f\n\x05stamp\x18\x01 \x01(\x0b\x32\x10.kvhost.v1.Stamp\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x18\n\x10namespace_number\x18\x03 \x01(\x04\x12\x12\n\nslot_bytes\x18\x04 \x01(\x04\x12\x14\n\x0cshard_stride\x18\x05 \x01(\x04\x12\x19\n\x11slots_per_segment\x18\x06 \x01(\r\x12\x0f\n\x07\x65xisted\x18\x07 \x01(\x08\x12\r\n\x05slots\x18\x08 \x01(\x04\"`\n\x05\x43hain\x12\r\n\x05group\x18\x01 \x01(\r\x12\'\n\tsemantics\x18\x02 \x01(\x0e\x32\x14.kvhost.v1.Semantics\x12\x11\n\tkey_bytes\x18\x03 \x01(\r\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\"M\n\x0bLookupQuery\x12\x0b\n\x03tag\x18\x01 \x01(\x04\x12 \n\x06\x63hains\x18\x02 \x03(\x0b\x32\x10.kvhost.v1.Chain\x12\x0f\n\x07request\x18\x03 \x01(\t\"l\n\rLookupRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\'\n\x07queries\x18\x02 \x03(\x0b\x32\x16.kvhost.v1.LookupQuery\x12\x0b\n\x03pin\x18\x03 \x01(\x08\x12\x11\n\tnamespace\x18\x04 \x01(\t\"X\n\x0bLookupReply\x12\x1f\n\x05stamp\x18\x01 \x01(\x0b\x32\x10.kvhost.v1.Stamp\x12(\n\x07\x61nswers\x18\x02 \x03(\x0b\x32\x17.kvhost.v1.LookupAnswer\"C\n\x0cLookupAnswer\x12\x0b\n\x03tag\x18\x01 \x01(\x04\x12&\n\x06\x63hains\x18\x02 \x03(\x0b\x32\x16.kvhost.v1.ChainAnswer\"T\n\x0b\x43hainAnswer\x12\r\n\x05\x66ound\x18\x01 \x01(\x0c\x12\r\n\x05slots\x18\x02 \x03(\x04\x12\x14\n\x0c\x66irst_pin_id\x18\x03 \x01(\x04\x12\x11\n\tchecksums\x18\x04 \x03(\x06\"E\n\x05\x43hunk\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x0e\n\x06parent\x18\x03 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\"U\n\x0eReserveRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12 \n\x06\x63hunks\x18\x03 \x03(\x0b\x32\x10.kvhost.v1.Chunk\"\xd0\x01\n\x0cReserveReply\x12\x1f\n\x05stamp\x18\x01 \x01(\x0b\x32\x10.kvhost.v1.Stamp\x12\x11\n\tstore_ids\x18\x02 \x03(\x04\x12\r\n\x05slots\x18\x03 \x03(\x04\x12.\n\x0c\x63hunk_status\x18\x04 \x03(\x0e\x32\x18.kvhost.v1.ReserveStatus\x12\x17\n\x0f\x63hunk_store_ids\x18\x05 \x03(\x04\x12\x13\n\x0b\x63hunk_slots\x18\x06 \x03(\x04\x12\x0f\n\x07pending\x18\x07 \x01(\x08\x12\x0e\n\x06reason\x18\x08 \x01(\t\"<\n\x07StoreOf\x12\x10\n\x08store_id\x18\x01 \x01(\x04\x12\x1f\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x10.kvhost.v1.Chunk\"0\n\x05\x41\x62ort\x12\x10\n\x08store_id\x18\x01 \x01(\x04\x12\x15\n\runquiet_ranks\x18\x02 \x03(\r\"\xc4\x01\n\rUpdateRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12#\n\x07\x61ssigns\x18\x02 \x03(\x0b\x32\x12.kvhost.v1.StoreOf\x12#\n\x07\x63ommits\x18\x03 \x03(\x0b\x32\x12.kvhost.v1.StoreOf\x12 \n\x06\x61\x62orts\x18\x04 \x03(\x0b\x32\x10.kvhost.v1.Abort\x12\x10\n\x08releases\x18\x05 \x03(\x04\x12!\n\x07touches\x18\x06 \x03(\x0b\x32\x10.kvhost.v1.Chain\"Y\n\tItemError\x12!\n\x04kind\x18\x01 \x01(\x0e\x32\x13.kvhost.v1.ItemKind\x12\n\n\x02id\x18\x02 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t\"h\n\x0bUpdateReply\x12\x1f\n\x05stamp\x18\x01 \x01(\x0b\x32\x10.kvhost.v1.Stamp\x12$\n\x06\x65rrors\x18\x02 \x03(\x0b\x32\x14.kvhost.v1.ItemError\x12\x12\n\nsuperseded\x18\x03 \x03(\x04\"\xab\x01\n\x0f\x45xchangeRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12*\n\x06lookup\x18\x02 \x01(\x0b\x32\x18.kvhost.v1.LookupRequestH\x00\x12,\n\x07reserve\x18\x03 \x01(\x0b\x32\x19.kvhost.v1.ReserveRequestH\x00\x12*\n\x06update\x18\x04 \x01(\x0b\x32\x18.kvhost.v1.UpdateRequestH\x00\x42\x06\n\x04kind\"\xca\x01\n\rExchangeReply\x12\n\n\x02id\x18\x01 \x01(\x04\x12(\n\x06lookup\x18\x02 \x01(\x0b\x32\x16.kvhost.v1.LookupReplyH\x00\x12*\n\x07reserve\x18\x03 \x01(\x0b\x32\x17.kvhost.v1.ReserveReplyH\x00\x12(\n\x06update\x18\x04 \x01(\x0b\x32\x16.kvhost.v1.UpdateReplyH\x00\x12%\n\x07refused\x18\x05 \x01(\x0b\x32\x12.kvhost.v1.RefusalH\x00\x42\x06\n\x04kind\"(\n\x07Refusal\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\";\n\x0cResetRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x17\n\x0fweights_version\x18\x02 \x01(\t\"W\n\nResetReply\x12\x1f\n\x05stamp\x18\x01 \x01(\x0b\x32\x10.kvhost.v1.Stamp\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x18\n\x10namespace_number\x18\x03 \x01(\x04\"!\n\x0cWatchRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\"\xf2\x01\n\nWatchEvent\x12\x1f\n\x05stamp\x18\x01 \x01(\x0b\x32\x10.kvhost.v1.Stamp\x12\x18\n\x10namespace_number\x18\x02 \x01(\x04\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12$\n\x06stored\x18\x04 \x01(\x0b\x32\x12.kvhost.v1.KeyListH\x00\x12%\n\x07removed\x18\x05 \x01(\x0b\x32\x12.kvhost.v1.KeyListH\x00\x12\x1d\n\x03gap\x18\x06 \x01(\x0b\x32\x0e.kvhost.v1.GapH\x00\x12#\n\x06synced\x18\x07 \x01(\x0b\x32\x11.kvhost.v1.SyncedH\x00\x42\x06\n\x04kind\";\n\x07KeyList\x12\x11\n\tkey_bytes\x18\x01 \x01(\r\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x0f\n\x07parents\x18\x03 \x01(\x0c\"\x05\n\x03Gap\"\x08\n\x06Synced*\xc0\x01\n\rReserveStatus\x12\x1e\n\x1aRESERVE_STATUS_UNSPECIFIED\x10\x00\x12\x1b\n\x17RESERVE_STATUS_RESERVED\x10\x01\x12\x19\n\x15RESERVE_STATUS_EXISTS\x10\x02\x12 \n\x1cRESERVE_STATUS_BEING_WRITTEN\x10\x03\x12\x1b\n\x17RESERVE_STATUS_NO_SPACE\x10\x04\x12\x18\n\x14RESERVE_STATUS_BOUND\x10\x05*\x92\x01\n\x08ItemKind\x12\x19\n\x15ITEM_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10ITEM_KIND_ASSIGN\x10\x01\x12\x14\n\x10ITEM_KIND_COMMIT\x10\x02\x12\x13\n\x0fITEM_KIND_ABORT\x10\x03\x12\x15\n\x11ITEM_KIND_RELEASE\x10\x04\x12\x13\n\x0fITEM_KIND_TOUCH\x10\x05\x32\xcb\x04\n\x05\x43\x61\x63he\x12\x34\n\x04Ping\x12\x16.kvhost.v1.PingRequest\x1a\x14.kvhost.v1.PingReply\x12\x41\n\x0bOpenSession\x12\x1d.kvhost.v1.OpenSessionRequest\x1a\x11.kvhost.v1.Notice0\x01\x12X\n\x10\x44\x65\x63lareNamespace\x12\".kvhost.v1.DeclareNamespaceRequest\x1a .kvhost.v1.DeclareNamespaceReply\x12:\n\x06Lookup\x12\x18.kvhost.v1.LookupRequest\x1a\x16.kvhost.v1.LookupReply\x12=\n\x07Reserve\x12\x19.kvhost.v1.ReserveRequest\x1a\x17.kvhost.v1.ReserveReply\x12:\n\x06Update\x12\x18.kvhost.v1.UpdateRequest\x1a\x16.kvhost.v1.UpdateReply\x12\x44\n\x08\x45xchange\x12\x1a.kvhost.v1.ExchangeRequest\x1a\x18.kvhost.v1.ExchangeReply(\x01\x30\x01\x12\x37\n\x05Reset\x12\x17.kvhost.v1.ResetRequest\x1a\x15.kvhost.v1.ResetReply\x12\x39\n\x05Watch\x12\x17.kvhost.v1.WatchRequest\x1a\x15.kvhost.v1.WatchEvent0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvhost_proto.v1.cache_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RESERVESTATUS']._serialized_start=3332
-  _globals['_RESERVESTATUS']._serialized_end=3524
-  _globals['_ITEMKIND']._serialized_start=3527
-  _globals['_ITEMKIND']._serialized_end=3673
+  _globals['_RESERVESTATUS']._serialized_start=3770
+  _globals['_RESERVESTATUS']._serialized_end=3962
+  _globals['_ITEMKIND']._serialized_start=3965
+  _globals['_ITEMKIND']._serialized_end=4111
   _globals['_PINGREQUEST']._serialized_start=72
   _globals['_PINGREQUEST']._serialized_end=85
   _globals['_PINGREPLY']._serialized_start=88
@@ -69,45 +69,51 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHAIN']._serialized_start=1431
   _globals['_CHAIN']._serialized_end=1527
   _globals['_LOOKUPQUERY']._serialized_start=1529
-  _globals['_LOOKUPQUERY']._serialized_end=1589
-  _globals['_LOOKUPREQUEST']._serialized_start=1591
-  _globals['_LOOKUPREQUEST']._serialized_end=1699
-  _globals['_LOOKUPREPLY']._serialized_start=1701
-  _globals['_LOOKUPREPLY']._serialized_end=1789
-  _globals['_LOOKUPANSWER']._serialized_start=1791
-  _globals['_LOOKUPANSWER']._serialized_end=1858
-  _globals['_CHAINANSWER']._serialized_start=1860
-  _globals['_CHAINANSWER']._serialized_end=1944
-  _globals['_CHUNK']._serialized_start=1946
-  _globals['_CHUNK']._serialized_end=2015
-  _globals['_RESERVEREQUEST']._serialized_start=2017
-  _globals['_RESERVEREQUEST']._serialized_end=2102
-  _globals['_RESERVEREPLY']._serialized_start=2105
-  _globals['_RESERVEREPLY']._serialized_end=2313
-  _globals['_STOREOF']._serialized_start=2315
-  _globals['_STOREOF']._serialized_end=2375
-  _globals['_ABORT']._serialized_start=2377
-  _globals['_ABORT']._serialized_end=2425
-  _globals['_UPDATEREQUEST']._serialized_start=2428
-  _globals['_UPDATEREQUEST']._serialized_end=2624
-  _globals['_ITEMERROR']._serialized_start=2626
-  _globals['_ITEMERROR']._serialized_end=2715
-  _globals['_UPDATEREPLY']._serialized_start=2717
-  _globals['_UPDATEREPLY']._serialized_end=2821
-  _globals['_RESETREQUEST']._serialized_start=2823
-  _globals['_RESETREQUEST']._serialized_end=2882
-  _globals['_RESETREPLY']._serialized_start=2884
-  _globals['_RESETREPLY']._serialized_end=2971
-  _globals['_WATCHREQUEST']._serialized_start=2973
-  _globals['_WATCHREQUEST']._serialized_end=3006
-  _globals['_WATCHEVENT']._serialized_start=3009
-  _globals['_WATCHEVENT']._serialized_end=3251
-  _globals['_KEYLIST']._serialized_start=3253
-  _globals['_KEYLIST']._serialized_end=3312
-  _globals['_GAP']._serialized_start=3314
-  _globals['_GAP']._serialized_end=3319
-  _globals['_SYNCED']._serialized_start=3321
-  _globals['_SYNCED']._serialized_end=3329
-  _globals['_CACHE']._serialized_start=3676
-  _globals['_CACHE']._serialized_end=4193
+  _globals['_LOOKUPQUERY']._serialized_end=1606
+  _globals['_LOOKUPREQUEST']._serialized_start=1608
+  _globals['_LOOKUPREQUEST']._serialized_end=1716
+  _globals['_LOOKUPREPLY']._serialized_start=1718
+  _globals['_LOOKUPREPLY']._serialized_end=1806
+  _globals['_LOOKUPANSWER']._serialized_start=1808
+  _globals['_LOOKUPANSWER']._serialized_end=1875
+  _globals['_CHAINANSWER']._serialized_start=1877
+  _globals['_CHAINANSWER']._serialized_end=1961
+  _globals['_CHUNK']._serialized_start=1963
+  _globals['_CHUNK']._serialized_end=2032
+  _globals['_RESERVEREQUEST']._serialized_start=2034
+  _globals['_RESERVEREQUEST']._serialized_end=2119
+  _globals['_RESERVEREPLY']._serialized_start=2122
+  _globals['_RESERVEREPLY']._serialized_end=2330
+  _globals['_STOREOF']._serialized_start=2332
+  _globals['_STOREOF']._serialized_end=2392
+  _globals['_ABORT']._serialized_start=2394
+  _globals['_ABORT']._serialized_end=2442
+  _globals['_UPDATEREQUEST']._serialized_start=2445
+  _globals['_UPDATEREQUEST']._serialized_end=2641
+  _globals['_ITEMERROR']._serialized_start=2643
+  _globals['_ITEMERROR']._serialized_end=2732
+  _globals['_UPDATEREPLY']._serialized_start=2734
+  _globals['_UPDATEREPLY']._serialized_end=2838
+  _globals['_EXCHANGEREQUEST']._serialized_start=2841
+  _globals['_EXCHANGEREQUEST']._serialized_end=3012
+  _globals['_EXCHANGEREPLY']._serialized_start=3015
+  _globals['_EXCHANGEREPLY']._serialized_end=3217
+  _globals['_REFUSAL']._serialized_start=3219
+  _globals['_REFUSAL']._serialized_end=3259
+  _globals['_RESETREQUEST']._serialized_start=3261
+  _globals['_RESETREQUEST']._serialized_end=3320
+  _globals['_RESETREPLY']._serialized_start=3322
+  _globals['_RESETREPLY']._serialized_end=3409
+  _globals['_WATCHREQUEST']._serialized_start=3411
+  _globals['_WATCHREQUEST']._serialized_end=3444
+  _globals['_WATCHEVENT']._serialized_start=3447
+  _globals['_WATCHEVENT']._serialized_end=3689
+  _globals['_KEYLIST']._serialized_start=3691
+  _globals['_KEYLIST']._serialized_end=3750
+  _globals['_GAP']._serialized_start=3752
+  _globals['_GAP']._serialized_end=3757
+  _globals['_SYNCED']._serialized_start=3759
+  _globals['_SYNCED']._serialized_end=3767
+  _globals['_CACHE']._serialized_start=4114
+  _globals['_CACHE']._serialized_end=4701
 # @@protoc_insertion_point(module_scope)

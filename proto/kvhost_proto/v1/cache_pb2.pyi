@@ -195,12 +195,14 @@ class Chain(_message.Message):
     def __init__(self, group: _Optional[int] = ..., semantics: _Optional[_Union[_common_pb2.Semantics, str]] = ..., key_bytes: _Optional[int] = ..., keys: _Optional[bytes] = ...) -> None: ...
 
 class LookupQuery(_message.Message):
-    __slots__ = ("tag", "chains")
+    __slots__ = ("tag", "chains", "request")
     TAG_FIELD_NUMBER: _ClassVar[int]
     CHAINS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
     tag: int
     chains: _containers.RepeatedCompositeFieldContainer[Chain]
-    def __init__(self, tag: _Optional[int] = ..., chains: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ...) -> None: ...
+    request: str
+    def __init__(self, tag: _Optional[int] = ..., chains: _Optional[_Iterable[_Union[Chain, _Mapping]]] = ..., request: _Optional[str] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("session_id", "queries", "pin", "namespace")
@@ -337,6 +339,40 @@ class UpdateReply(_message.Message):
     errors: _containers.RepeatedCompositeFieldContainer[ItemError]
     superseded: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, stamp: _Optional[_Union[_common_pb2.Stamp, _Mapping]] = ..., errors: _Optional[_Iterable[_Union[ItemError, _Mapping]]] = ..., superseded: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ExchangeRequest(_message.Message):
+    __slots__ = ("id", "lookup", "reserve", "update")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    lookup: LookupRequest
+    reserve: ReserveRequest
+    update: UpdateRequest
+    def __init__(self, id: _Optional[int] = ..., lookup: _Optional[_Union[LookupRequest, _Mapping]] = ..., reserve: _Optional[_Union[ReserveRequest, _Mapping]] = ..., update: _Optional[_Union[UpdateRequest, _Mapping]] = ...) -> None: ...
+
+class ExchangeReply(_message.Message):
+    __slots__ = ("id", "lookup", "reserve", "update", "refused")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    lookup: LookupReply
+    reserve: ReserveReply
+    update: UpdateReply
+    refused: Refusal
+    def __init__(self, id: _Optional[int] = ..., lookup: _Optional[_Union[LookupReply, _Mapping]] = ..., reserve: _Optional[_Union[ReserveReply, _Mapping]] = ..., update: _Optional[_Union[UpdateReply, _Mapping]] = ..., refused: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+
+class Refusal(_message.Message):
+    __slots__ = ("code", "message")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    message: str
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class ResetRequest(_message.Message):
     __slots__ = ("session_id", "weights_version")

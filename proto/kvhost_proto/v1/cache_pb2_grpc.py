@@ -64,6 +64,11 @@ class CacheStub(object):
                 request_serializer=kvhost__proto_dot_v1_dot_cache__pb2.UpdateRequest.SerializeToString,
                 response_deserializer=kvhost__proto_dot_v1_dot_cache__pb2.UpdateReply.FromString,
                 _registered_method=True)
+        self.Exchange = channel.stream_stream(
+                '/kvhost.v1.Cache/Exchange',
+                request_serializer=kvhost__proto_dot_v1_dot_cache__pb2.ExchangeRequest.SerializeToString,
+                response_deserializer=kvhost__proto_dot_v1_dot_cache__pb2.ExchangeReply.FromString,
+                _registered_method=True)
         self.Reset = channel.unary_unary(
                 '/kvhost.v1.Cache/Reset',
                 request_serializer=kvhost__proto_dot_v1_dot_cache__pb2.ResetRequest.SerializeToString,
@@ -122,6 +127,15 @@ class CacheServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Exchange(self, request_iterator, context):
+        """Lookup, Reserve and Update as messages of one stream, which costs a third
+        of a call each. Messages are worked through one after the other; each gets
+        one reply. The end of the stream changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Reset(self, request, context):
         """Leaves the namespace for a fresh one: the engine's weights changed.
         """
@@ -168,6 +182,11 @@ def add_CacheServicer_to_server(servicer, server):
                     servicer.Update,
                     request_deserializer=kvhost__proto_dot_v1_dot_cache__pb2.UpdateRequest.FromString,
                     response_serializer=kvhost__proto_dot_v1_dot_cache__pb2.UpdateReply.SerializeToString,
+            ),
+            'Exchange': grpc.stream_stream_rpc_method_handler(
+                    servicer.Exchange,
+                    request_deserializer=kvhost__proto_dot_v1_dot_cache__pb2.ExchangeRequest.FromString,
+                    response_serializer=kvhost__proto_dot_v1_dot_cache__pb2.ExchangeReply.SerializeToString,
             ),
             'Reset': grpc.unary_unary_rpc_method_handler(
                     servicer.Reset,
@@ -342,6 +361,33 @@ class Cache(object):
             '/kvhost.v1.Cache/Update',
             kvhost__proto_dot_v1_dot_cache__pb2.UpdateRequest.SerializeToString,
             kvhost__proto_dot_v1_dot_cache__pb2.UpdateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Exchange(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvhost.v1.Cache/Exchange',
+            kvhost__proto_dot_v1_dot_cache__pb2.ExchangeRequest.SerializeToString,
+            kvhost__proto_dot_v1_dot_cache__pb2.ExchangeReply.FromString,
             options,
             channel_credentials,
             insecure,
