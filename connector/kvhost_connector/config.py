@@ -32,6 +32,15 @@ class Pin(StrEnum):
     OFF = "off"
 
 
+class HostMemory(StrEnum):
+    """The host memory that JAX's transfers go through on a TPU."""
+
+    AUTO = "auto"
+    PINNED = "pinned_host"
+    UNPINNED = "unpinned_host"
+    RUNTIME = "runtime"
+
+
 @dataclass(frozen=True)
 class Key:
     """One key of `kv_connector_extra_config`. `default` None means: see `meaning`."""
@@ -67,6 +76,19 @@ def _pin(value: Any) -> Pin:
         return Pin(value)
     except ValueError:
         raise TypeError from None
+
+
+def _host_memory(value: Any) -> HostMemory:
+    try:
+        return HostMemory(value)
+    except ValueError:
+        raise TypeError from None
+
+
+def _buckets(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple) or not value:
+        raise TypeError
+    return tuple(_number(1, 4096)(size) for size in value)
 
 
 def _number(low: int, high: int) -> Callable[[Any], int]:
@@ -140,6 +162,36 @@ KEYS: tuple[Key, ...] = (
         _flag,
     ),
     Key(
+        "staging_bytes",
+        f"a whole number from 1 to {1 << 40}",
+        None,
+        "On TPUs: device memory that blocks on their way may take, in bytes on each device; it comes on top of "
+        "what vLLM gives to the KV cache. Default: 256 MiB, or two blocks where these are more.",
+        _number(1, 1 << 40),
+    ),
+    Key(
+        "block_buckets",
+        "a list of whole numbers from 1 to 4096",
+        (1, 2, 4, 8, 16, 32, 64),
+        "On TPUs: how many blocks one program moves; one program for each number and direction is compiled.",
+        _buckets,
+    ),
+    Key(
+        "compile_ahead",
+        "true or false",
+        True,
+        "On TPUs: compile these programs when the engine starts, and not when they are first needed.",
+        _flag,
+    ),
+    Key(
+        "host_memory",
+        '"auto", "pinned_host", "unpinned_host" or "runtime"',
+        "auto",
+        "On TPUs: host memory that transfers go through. auto is pinned_host on a TPU; runtime leaves it to "
+        "JAX.",
+        _host_memory,
+    ),
+    Key(
         "blocks_per_chunk",
         "a whole number from 1 to 4096",
         1,
@@ -185,6 +237,10 @@ class ConnectorConfig:
     copy_threads: int = 2
     pin: Pin = Pin.AUTO
     cross_layer_blocks: bool = False
+    staging_bytes: int | None = None
+    block_buckets: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    compile_ahead: bool = True
+    host_memory: HostMemory = HostMemory.AUTO
     blocks_per_chunk: int = 1
     block_size: int | None = None
     offload_prompt_only: bool = True
