@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import tomllib
@@ -83,7 +84,13 @@ def stages() -> list[Stage]:
     tools = [*groups["demo"], *groups["dev"]]
     # An editable install knows the packages that were there when it was made.
     packages = sorted(str(file.relative_to(ROOT)) for file in ROOT.glob("*/kvhost_*/__init__.py"))
-    packaging = [project["project"], project["build-system"], project["tool"]["setuptools"], packages]
+    packaging = [
+        project["project"],
+        project["build-system"],
+        project["tool"]["setuptools"],
+        packages,
+        compiled(),
+    ]
 
     def vllm_requirements() -> None:
         # torch is named again so that no dependency can replace it.
@@ -98,6 +105,13 @@ def stages() -> list[Stage]:
         Stage("demo model, grpcurl", CARRIERS, lambda: pip("--no-deps", *CARRIERS)),
         Stage("kvhost (editable)", packaging, lambda: pip(torch, "--no-build-isolation", "-e", str(ROOT))),
     ]
+
+
+def compiled() -> list[str]:
+    """What decides how the compiled part turns out: its sources, and the compiler if there is one."""
+    sources = sorted([ROOT / "setup.py", *ROOT.glob("*/kvhost_*/*.c")])
+    compiler = shutil.which((os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0])
+    return [*(file.read_text() for file in sources), compiler or ""]
 
 
 def bring_up(todo: Sequence[Stage]) -> None:

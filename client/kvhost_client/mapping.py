@@ -178,8 +178,11 @@ class WorkerMapping:
         offset = index * geometry.slot_bytes + geometry.shard_of(rank) * geometry.shard_stride
         return segment.region.address + offset, geometry.shard_stride
 
-    def addresses(self, slots: Sequence[int], rank: int) -> list[int]:
-        """Addresses of the rank's shard of every slot, in order. Raises `NotMapped` if one is not mapped."""
+    def addresses(self, slots: Sequence[int], rank: int, nbytes: int = 0) -> list[int]:
+        """Addresses of the rank's shard of every slot, in order.
+
+        Raises `NotMapped` if one is not mapped, or a shard has fewer than `nbytes` bytes.
+        """
         found: list[int] = []
         segments = self._segments
         current, count, start, slot_bytes = -1, 0, 0, 0
@@ -189,6 +192,11 @@ class WorkerMapping:
                 if segment is None:
                     raise self._not_mapped(slot)
                 geometry = segment.geometry
+                if nbytes > geometry.shard_stride:
+                    raise NotMapped(
+                        f"a chunk of this worker needs {nbytes} bytes, its place in a slot has "
+                        f"{geometry.shard_stride}"
+                    )
                 current, count, slot_bytes = segment.segment_id, segment.slots, geometry.slot_bytes
                 start = segment.region.address + geometry.shard_of(rank) * geometry.shard_stride
             index = slot & _INDEX_MASK

@@ -45,6 +45,8 @@ class Mapping(Protocol):
 
     def shard(self, slot: int, rank: int) -> tuple[int, int]: ...
 
+    def addresses(self, slots: Sequence[int], rank: int, nbytes: int) -> list[int]: ...
+
 
 class MappingSource(Protocol):
     """The part of kvhost_client's WorkerLink that the worker needs."""
@@ -108,7 +110,7 @@ def plan_pieces(
     A load may begin in the middle of a chunk (`block_indices`); a store covers whole chunks.
     """
     pieces: list[Piece] = []
-    blocks = [int(block) for block in device.block_ids]
+    blocks = device.block_ids.tolist()
     cursor = 0
     for group, (size, first) in enumerate(zip(device.group_sizes, device.block_indices, strict=True)):
         position = first % blocks_per_chunk
@@ -241,9 +243,10 @@ class JobBook(OffloadingWorker):
             raise JobRefused(
                 f"the job has {len(device.group_sizes)} KV cache groups, this worker {len(self.pages.groups)}"
             )
-        wrong = [b for piece in pieces for b in piece.blocks if not 0 <= b < self.pages.blocks]
-        if wrong:
-            raise JobRefused(f"block {wrong[0]} does not exist: the KV cache has {self.pages.blocks} blocks")
+        blocks = device.block_ids
+        if len(blocks) and not 0 <= blocks.min() <= blocks.max() < self.pages.blocks:
+            wrong = next(block for block in blocks.tolist() if not 0 <= block < self.pages.blocks)
+            raise JobRefused(f"block {wrong} does not exist: the KV cache has {self.pages.blocks} blocks")
         return pieces
 
     def _finish_unplanned(self, job_id: int, spec: SlotSpec | None, why: str) -> None:

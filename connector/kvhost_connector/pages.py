@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +29,7 @@ class CacheMoved(RuntimeError):
     """The KV cache is not where it was registered: vLLM released or replaced it (sleep mode)."""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Consecutive blocks of one chunk: they go to the chunk's image from block `position` on."""
 
     slot: int
@@ -99,11 +98,50 @@ def plan_runs(pages: Sequence[Page], blocks: int) -> tuple[Run, ...]:
 
 
 @dataclass(frozen=True)
+class Spans:
+    """Where bytes that lie together in a page and in the image are, of every block: four arrays of int64.
+
+    For block b, `bytes[n]` bytes at `address[n] + b * block_stride[n]` lie `offset[n]` bytes into its image.
+    """
+
+    address: npt.NDArray[np.int64]
+    block_stride: npt.NDArray[np.int64]
+    offset: npt.NDArray[np.int64]
+    bytes: npt.NDArray[np.int64]
+
+
+def plan_spans(pages: Sequence[Page]) -> Spans:
+    """The same pages as numbers; pages that follow each other without a gap are one span."""
+    spans: list[list[int]] = []
+    offset = 0
+    for page in pages:
+        last = spans[-1] if spans else None
+        if last and last[0] + last[3] == page.address and last[1] == page.block_stride:
+            last[3] += page.bytes
+        else:
+            spans.append([page.address, page.block_stride, offset, page.bytes])
+        offset += page.bytes
+    address, stride, offsets, sizes = np.array(spans, dtype=np.int64).reshape(-1, 4).T.copy()
+    return Spans(address, stride, offsets, sizes)
+
+
+@dataclass(frozen=True)
 class GroupPages:
-    """All layers of one KV cache group."""
+    """All layers of one KV cache group, of `blocks` blocks. A block's image has `block_bytes` bytes."""
 
     runs: tuple[Run, ...]
+    spans: Spans
     block_bytes: int
+    blocks: int
+
+    @classmethod
+    def of(cls, pages: Sequence[Page], blocks: int) -> GroupPages:
+        return cls(plan_runs(pages, blocks), plan_spans(pages), sum(page.bytes for page in pages), blocks)
+
+    def check(self, blocks: Sequence[int]) -> None:
+        """Raises `IndexError` unless all these blocks exist: no address may be made from another number."""
+        if len(blocks) and not 0 <= min(blocks) <= max(blocks) < self.blocks:
+            raise IndexError(f"blocks 0 to {self.blocks - 1} exist, found {min(blocks)} to {max(blocks)}")
 
     def gather(self, block: int, image: Bytes) -> None:
         """Copies one block into `block_bytes` bytes at the start of `image`. The GIL is free meanwhile."""
@@ -155,7 +193,7 @@ class PageTable:
         groups = []
         for refs in caches.group_data_refs:
             pages = [page_of(tensors[ref.tensor_idx], int(ref.page_size_bytes)) for ref in refs]
-            groups.append(GroupPages(plan_runs(pages, count), sum(page.bytes for page in pages)))
+            groups.append(GroupPages.of(pages, count))
         return cls(groups, count, tensors)
 
     def shard_bytes(self, blocks_per_chunk: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,11 @@ class Pool:
             raise NotMapped(f"slot {slot} is not mapped here")
         row = self.bytes[slot]
         return row.ctypes.data, row.size
+
+    def addresses(self, slots: Sequence[int], rank: int, nbytes: int) -> list[int]:
+        if slots and nbytes > self.bytes.shape[1]:
+            raise NotMapped(f"a place has {self.bytes.shape[1]} bytes, {nbytes} are needed")
+        return [self.shard(slot, rank)[0] for slot in slots]
 
 
 class Source:

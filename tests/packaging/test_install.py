@@ -14,7 +14,7 @@ from scripts.user_cache import bare_environment, pip_install
 from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("pyproject.toml", "README.md", "LICENSE", "proto", "server", "client", "connector")
+PARTS = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "proto", "server", "client", "connector")
 GRPC = ("grpcio", "grpcio-channelz", "grpcio-health-checking", "grpcio-reflection")
 # Beside the newest of everything, the oldest that pyproject.toml allows.
 OLDEST = [*(f"{name}==1.72.1" for name in GRPC), "protobuf==6.30.0"]

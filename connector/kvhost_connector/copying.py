@@ -1,0 +1,104 @@
+"""How bytes move between the pages of blocks and their images in host memory, chosen once per worker.
+
+`native` does it in one compiled call for many blocks; `numpy` in one call for each block and run of layers,
+at a little more than half the speed. Both free the GIL meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+
+from kvhost_connector.faults import Direction
+from kvhost_connector.native import Kernel, Native, NativeMissing, load_native
+from kvhost_connector.pages import GroupPages, bytes_at
+
+logger = logging.getLogger("vllm.kvhost.worker")
+
+KEPT_BYTES = 1 << 20
+"""A load of at most so many bytes is left in the processor's caches, where the next step finds it.
+
+Measured as copy and first read together: stores past the caches win from 2 MiB on, which is where a core's
+second-level cache ends; below they lose up to a tenth.
+"""
+
+
+class CopyBy(Enum):
+    """The setting `copy`."""
+
+    AUTO = "auto"
+    NATIVE = "native"
+    NUMPY = "numpy"
+
+
+class Copier(Protocol):
+    """`name` tells a person what copies."""
+
+    @property
+    def name(self) -> str: ...
+
+    def copy(
+        self, group: GroupPages, direction: Direction, blocks: Sequence[int], images: Sequence[int]
+    ) -> None:
+        """Stores or loads block `blocks[n]` to or from its image at address `images[n]`, for every n.
+
+        Images have `group.block_bytes` bytes, overlap nothing, and stay mapped until this returns. Raises
+        `IndexError` for a block that does not exist, before a byte is copied.
+        """
+
+
+class NumpyCopier:
+    """Copies with numpy alone."""
+
+    name = "numpy"
+
+    def copy(
+        self, group: GroupPages, direction: Direction, blocks: Sequence[int], images: Sequence[int]
+    ) -> None:
+        group.check(blocks)
+        move = group.gather if direction == "store" else group.scatter
+        for block, image in zip(blocks, images, strict=True):
+            move(block, bytes_at(image, group.block_bytes))
+
+
+class NativeCopier:
+    """Copies with the compiled library."""
+
+    def __init__(self, native: Native) -> None:
+        self._native = native
+        self.name = f"native ({native.kernel.name.lower()})"
+
+    def copy(
+        self, group: GroupPages, direction: Direction, blocks: Sequence[int], images: Sequence[int]
+    ) -> None:
+        group.check(blocks)
+        if len(blocks) != len(images):
+            raise ValueError(f"{len(blocks)} blocks need as many images, found {len(images)}")
+        spans = group.spans
+        # Shapes (blocks, spans): all of a block before the next one.
+        numbers = np.array(blocks, dtype=np.int64)[:, None]
+        pages = (spans.address + numbers * spans.block_stride).ravel()
+        image = (np.array(images, dtype=np.int64)[:, None] + spans.offset).ravel()
+        sizes = np.tile(spans.bytes, len(blocks))
+        if direction == "store":
+            self._native.copy(image, pages, sizes)
+        else:
+            kept = len(blocks) * group.block_bytes <= KEPT_BYTES
+            self._native.copy(pages, image, sizes, Kernel.PLAIN if kept else None)
+
+
+def choose_copier(setting: CopyBy) -> Copier:
+    """Raises `NativeMissing` when the compiled copying is asked for and not there."""
+    if setting is CopyBy.NUMPY:
+        return NumpyCopier()
+    try:
+        return NativeCopier(load_native())
+    except NativeMissing as error:
+        if setting is CopyBy.NATIVE:
+            raise
+        logger.warning("kvhost: blocks are copied by numpy, at about half the speed: %s", error)
+        return NumpyCopier()
