@@ -7,16 +7,17 @@ spec makes them use kvhost's manager and worker, and the two sides here close wh
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvhost_connector import compat
+from kvhost_connector import compat, platforms
 from kvhost_connector.config import prepare
 from kvhost_connector.metadata import StepMetadata, WorkerMetadata, WorkerReport
 from kvhost_connector.namespace import refuse_unsupported
+from kvhost_connector.platforms import Platform
 from kvhost_connector.scheduler_side import Matched, SchedulerSide
 from kvhost_connector.worker_side import WorkerSide
 
@@ -26,12 +27,19 @@ class KVHostConnector(OffloadingConnector):
 
     _cache_hit_source = CacheHitSource.HOST
 
+    PLATFORM: ClassVar[Platform | None] = None
+    """The platform of a class that is made for one; without, vLLM's own decides."""
+
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         compat.check()
         compat.log_as_vllm("kvhost_client")
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         config = prepare(extra)
+        platform = self._platform()
+        if platform is not Platform.JAX:
+            platforms.refuse_layout(getattr(kv_cache_config, "kv_cache_layout", None))
         refuse_unsupported(vllm_config, kv_cache_config, config)
+        platforms.announce(platform, f"{role.name.lower()}'s half")
         super().__init__(vllm_config, role, kv_cache_config)
         self._extra_config = extra
         self._scheduler_side: SchedulerSide | None = None
@@ -42,7 +50,17 @@ class KVHostConnector(OffloadingConnector):
             self._scheduler_side = SchedulerSide(half, spec, vllm_config, kv_cache_config, config)
         else:
             half = self.connector_worker
-            self._worker_side = WorkerSide(half, half.spec, vllm_config, kv_cache_config, config)
+            self._worker_side = WorkerSide(
+                half, half.spec, vllm_config, kv_cache_config, config, platform=platform
+            )
+
+    @classmethod
+    def _platform(cls) -> Platform:
+        if cls.PLATFORM is not None:
+            return cls.PLATFORM
+        from vllm.platforms import current_platform
+
+        return platforms.choose(current_platform)
 
     # Class methods: also run where no connector is built, as in the API server (contract 5).
 
@@ -50,6 +68,8 @@ class KVHostConnector(OffloadingConnector):
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         config = prepare(vllm_config.kv_transfer_config.kv_connector_extra_config)
         refuse_unsupported(vllm_config, None, config)
+        if config.cross_layer_blocks and cls._platform().has_driver:
+            return platforms.CROSS_LAYER
         layout: str | None = super().get_required_kvcache_layout(vllm_config)
         return layout
 

@@ -64,6 +64,8 @@ class HostManager(OffloadingManager):
         """`events`: keep what KV events need."""
         super().__init__()
         self.spec: Any = None
+        # Set by the scheduler half: exported with what is counted here.
+        self.gauges: stats.Gauges = {}
         self._views: dict[str, RequestView] = {}
         self._beliefs = Beliefs(events=events)
         self._board: Board | None = None
@@ -239,4 +241,4 @@ class HostManager(OffloadingManager):
     def get_stats(self) -> Any:
         if self._board is None:
             return None
-        return stats.collect(self._board.counters, self._board.usable)
+        return stats.collect(self._board.counters, self._board.usable, self.gauges)

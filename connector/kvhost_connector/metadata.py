@@ -6,7 +6,7 @@ Down with every step: `StepMetadata` with jobs whose host side is a `SlotSpec`. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NewType
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -38,6 +38,9 @@ class WorkerReport(KVConnectorHandshakeMetadata):
         backends: canonical JSON: for each group, attention backend and page variant (CPU: instruction set).
         device: architecture of the device that computes.
         host: boot id of the kernel; ranks on other hosts cannot map the pool.
+        platform: which kind of worker it is, see `platforms`.
+        memory: what is known of the pool's memory here, see `device.pinning.PinState`; "host" where no
+            device reaches it.
         problem: why this worker cannot copy; empty when it can.
     """
 
@@ -48,7 +51,13 @@ class WorkerReport(KVConnectorHandshakeMetadata):
     backends: str
     device: str
     host: str
+    platform: str = "host"
+    memory: str = "host"
     problem: str = ""
+
+    def declares_as(self, other: WorkerReport | None) -> bool:
+        """Whether nothing of it differs that the daemon is told."""
+        return other is not None and self == replace(other, memory=self.memory, problem=self.problem)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 from kvhost_client.link import Link
 from kvhost_client.session import Session
 from kvhost_client.types import Declared
-from kvhost_connector import compat
+from kvhost_connector import compat, stats
 from kvhost_connector.agent import Agent
 from kvhost_connector.board import Board
 from kvhost_connector.config import ConnectorConfig
@@ -127,8 +127,11 @@ class SchedulerSide:
 
     def workers_reported(self, reports: Iterable[WorkerReport]) -> None:
         """Reports of ranks, at start and when one attaches anew with another token."""
+        changed = False
         for report in reports:
+            changed = changed or not report.declares_as(self._reports.get(report.rank))
             self._reports[report.rank] = report
+        self.manager.gauges = stats.count_workers(self._reports.values(), self.manager.gauges)
         if len(self._reports) < self._parts.ranks or self._hopeless:
             return
         try:
@@ -136,6 +139,9 @@ class SchedulerSide:
         except WorkersDisagree as error:
             self._hopeless = True
             logger.error("kvhost: this engine runs without the cache: %s", error)
+            self._link.close(timeout=0.0)
+            return
+        if not changed:
             return
         if not self._attach_until:
             self._attach_until = time.monotonic() + self._config.attach_wait_s
@@ -167,7 +173,7 @@ class SchedulerSide:
     def _may_attach(self) -> bool:
         """Whether this new engine will be attached in a moment, so that its first request may wait for it.
         Never where no daemon answers, and never again after the first time."""
-        if self.board.ever_mapped or time.monotonic() >= self._attach_until:
+        if self._hopeless or self.board.ever_mapped or time.monotonic() >= self._attach_until:
             return False
         return self.board.connected if self.board.has_session else not self._link.problem
 

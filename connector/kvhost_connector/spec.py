@@ -12,10 +12,13 @@ from typing import Any
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec, OffloadingWorker
 
 from kvhost_connector.config import ConnectorConfig
+from kvhost_connector.device.driver import driver_of
+from kvhost_connector.device.pinning import Pinning
 from kvhost_connector.faults import fault_plane
 from kvhost_connector.jobs import MappingSource
 from kvhost_connector.manager import HostManager
 from kvhost_connector.pages import PageTable, UnusablePages
+from kvhost_connector.platforms import Platform
 from kvhost_connector.stats import metric_definitions
 from kvhost_connector.worker import HostWorker
 
@@ -23,7 +26,8 @@ logger = logging.getLogger("vllm.kvhost")
 
 
 class KVHostSpec(OffloadingSpec):
-    """One engine's offloading to kvhostd. `source` is set by the connector before caches are registered."""
+    """One engine's offloading to kvhostd. The connector sets `platform`, `source` and, where a device copies,
+    `pinning` before caches are registered."""
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
@@ -33,7 +37,9 @@ class KVHostSpec(OffloadingSpec):
         super().__init__(config)
         # The base leaves it False: with identical bytes on all ranks (MLA) one copy is stored (contract 6).
         self.replicated_layout = bool(config.replicated_layout)
+        self.platform = Platform.HOST
         self.source: MappingSource | None = None
+        self.pinning: Pinning | None = None
 
     @property
     def shard_rank(self) -> int:
@@ -48,16 +54,26 @@ class KVHostSpec(OffloadingSpec):
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
         settings = ConnectorConfig.parse(self.extra_config)
+        arguments: dict[str, Any] = {
+            "rank": self.shard_rank,
+            "blocks_per_chunk": self.blocks_per_chunk,
+            "plane": fault_plane(),
+        }
         try:
+            if self.pinning is not None:
+                return self._device_worker(kv_caches, self.pinning, arguments)
             pages = PageTable.of(kv_caches)
         except UnusablePages as error:
             logger.error("kvhost: this worker runs without the cache: %s", error)
             return HostWorker(None, None, rank=self.shard_rank, problem=str(error))
-        return HostWorker(
-            pages,
-            self.source,
-            rank=self.shard_rank,
-            blocks_per_chunk=self.blocks_per_chunk,
-            threads=settings.copy_threads,
-            plane=fault_plane(),
-        )
+        return HostWorker(pages, self.source, threads=settings.copy_threads, **arguments)
+
+    def _device_worker(self, kv_caches: Any, pinning: Pinning, arguments: dict[str, Any]) -> OffloadingWorker:
+        # Imports vLLM's transfer code, which only engines on devices need.
+        from kvhost_connector.device.pages import DevicePages
+        from kvhost_connector.device.worker import DeviceWorker
+
+        pages = DevicePages.of(kv_caches)
+        driver = driver_of(self.platform, pages.device)
+        pinning.use(driver)
+        return DeviceWorker(pages, self.source, driver=driver, pinning=pinning, **arguments)

@@ -16,8 +16,8 @@ from functools import partial
 from kvhost_client.errors import HandoverFailed
 from kvhost_client.mapping import Segment
 from kvhost_client.memory import Region
-from kvhost_connector.config import Pin
-from kvhost_connector.device.driver import Driver, DriverError
+from kvhost_connector.config import ConfigError, Pin
+from kvhost_connector.device.driver import Driver, DriverError, can_register
 
 logger = logging.getLogger("vllm.kvhost.worker")
 
@@ -47,6 +47,17 @@ class Pinning:
     def use(self, driver: Driver) -> None:
         """Sets the driver, before the link starts."""
         self._driver = driver
+
+    def require_driver(self) -> None:
+        """Raises `ConfigError` where pinned memory is required and the driver pins none at all."""
+        if self._policy is not Pin.REQUIRED or self._driver is None:
+            return
+        why = can_register(self._driver)
+        if why:
+            raise ConfigError(
+                f'"pin" in kv_connector_extra_config is "required", and the driver registers no memory '
+                f'({why}): set "pin" to "auto", or raise the limit of locked memory'
+            )
 
     @property
     def state(self) -> PinState:
