@@ -41,6 +41,14 @@ class HostMemory(StrEnum):
     RUNTIME = "runtime"
 
 
+class CopyBy(StrEnum):
+    """What copies blocks where the processor does."""
+
+    AUTO = "auto"
+    NATIVE = "native"
+    NUMPY = "numpy"
+
+
 @dataclass(frozen=True)
 class Key:
     """One key of `kv_connector_extra_config`. `default` None means: see `meaning`."""
@@ -89,6 +97,13 @@ def _buckets(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list | tuple) or not value:
         raise TypeError
     return tuple(_number(1, 4096)(size) for size in value)
+
+
+def _copy_by(value: Any) -> CopyBy:
+    try:
+        return CopyBy(value)
+    except ValueError:
+        raise TypeError from None
 
 
 def _number(low: int, high: int) -> Callable[[Any], int]:
@@ -143,6 +158,15 @@ KEYS: tuple[Key, ...] = (
         2,
         "Threads of each worker that copy between the engine's blocks and the cache, where no device does.",
         _number(1, 32),
+    ),
+    Key(
+        "copy",
+        '"auto", "native" or "numpy"',
+        "auto",
+        "What copies, where no device does: native, the compiled copying that is built when kvhost is "
+        "installed with a C compiler there; numpy, at about half the speed; auto, the first of them that is "
+        "there. With native and none built the engine runs without the cache.",
+        _copy_by,
     ),
     Key(
         "pin",
@@ -235,6 +259,7 @@ class ConnectorConfig:
     deadline_ms: int = 100
     attach_wait_ms: int = 2000
     copy_threads: int = 2
+    copy: CopyBy = CopyBy.AUTO
     pin: Pin = Pin.AUTO
     cross_layer_blocks: bool = False
     staging_bytes: int | None = None

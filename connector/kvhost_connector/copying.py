@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from enum import Enum
 from typing import Protocol
 
 import numpy as np
 
+from kvhost_connector.config import CopyBy
 from kvhost_connector.faults import Direction
 from kvhost_connector.native import Kernel, Native, NativeMissing, load_native
 from kvhost_connector.pages import GroupPages, bytes_at
@@ -25,14 +25,6 @@ KEPT_BYTES = 1 << 20
 Measured as copy and first read together: stores past the caches win from 2 MiB on, which is where a core's
 second-level cache ends; below they lose up to a tenth.
 """
-
-
-class CopyBy(Enum):
-    """The setting `copy`."""
-
-    AUTO = "auto"
-    NATIVE = "native"
-    NUMPY = "numpy"
 
 
 class Copier(Protocol):

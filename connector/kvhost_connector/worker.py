@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvhost_connector.copying import Copier, CopyBy, choose_copier
+from kvhost_connector.config import CopyBy
+from kvhost_connector.copying import Copier, choose_copier
 from kvhost_connector.faults import no_faults
 from kvhost_connector.jobs import Job, JobRefused, JobWorker, MappingSource
 from kvhost_connector.pages import NULL_BLOCK, PageTable, Piece

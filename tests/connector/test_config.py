@@ -19,6 +19,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"deadline_ms": 10_001}, "deadline_ms"),
     ({"attach_wait_ms": -1}, "attach_wait_ms"),
     ({"copy_threads": 0}, "copy_threads"),
+    ({"copy": "fast"}, "copy"),
+    ({"copy": ["native"]}, "copy"),
     ({"pin": "yes"}, "pin"),
     ({"pin": True}, "pin"),
     ({"cross_layer_blocks": "true"}, "cross_layer_blocks"),
