@@ -12,6 +12,7 @@ PACKAGES = {
     "systemd-analyze": "systemd",
     "systemd-sysusers": "systemd",
     "systemd-tmpfiles": "systemd",
+    "unshare": "util-linux",
 }
 
 
