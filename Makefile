@@ -6,7 +6,7 @@ VENV := .venv/bin
 SOURCES := proto server client connector demo scripts tests benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format proto docs drills test-tpu bench bench-peers
+.PHONY: help setup demo test lint format proto docs browser picture drills test-tpu bench bench-peers
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -38,6 +38,13 @@ proto: setup ## generated modules from the .proto files
 docs: setup ## docs/configuration.md and docs/metrics.md from the code
 	@$(VENV)/python -m scripts.configuration_page
 	@$(VENV)/python -m scripts.metrics_page
+
+browser: ## Debian's Chromium, in which the tests look at the daemon's web page (needs root)
+	@command -v chromium >/dev/null || { apt-get update -qq && \
+		apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; }
+
+picture: setup ## docs/images/console.png: the web page, photographed
+	@$(VENV)/python -m scripts.console_picture
 
 drills: setup ## the long form of every fault drill; results in build/drills.jsonl
 	@KVHOST_DRILLS=long KVHOST_MODEL_STEPS=100000 \

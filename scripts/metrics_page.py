@@ -32,6 +32,8 @@ keys or bytes. On a loopback address only requests for `localhost`, `127.0.0.1` 
 that no web page of another site can read it. In a pod, `--metrics 0.0.0.0:{port}` lets probes and
 Prometheus in.
 
+![The web page of kvhostd](images/console.png)
+
 Where the default port is taken, the daemon says so in its log and serves without; a port that was asked for
 and is taken ends the start.
 

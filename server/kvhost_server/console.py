@@ -5,7 +5,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cache
 from http import HTTPStatus
 from importlib import resources
 from typing import Any
@@ -56,11 +56,6 @@ class Console:
         self._history = history
         self._config = config
         self._config_sources = config_sources
-
-    async def page(self) -> Answer:
-        """The page. It fills itself with what `status` says, every few seconds."""
-        body, policy = self._page
-        return Answer(body, "text/html; charset=utf-8", headers={"Content-Security-Policy": policy})
 
     async def status(self) -> Answer:
         """Everything that the page shows, as JSON."""
@@ -148,7 +143,7 @@ class Console:
                 {"name": name, "value": value, "source": self._config_sources().get(name, "default")}
                 for name, value in self._config().items()
             ],
-            "history": {"every_s": EVERY_S, **self._history.columns()},
+            "history": {"every_s": EVERY_S, "last_s": self._history.last_s, **self._history.columns()},
         }
 
     async def alive(self) -> Answer:
@@ -163,23 +158,30 @@ class Console:
         done = f", {self._sources.pool.populated:.0%} populated" if state is ServiceState.STARTING else ""
         return Answer(f"{state.name.lower()}{done}\n".encode(), status=HTTPStatus.SERVICE_UNAVAILABLE)
 
-    @cached_property
-    def _page(self) -> tuple[bytes, str]:
-        """The page, and a policy under which it runs its own script and style and nothing else."""
-        text = resources.files(__package__).joinpath("console.html").read_text(encoding="utf-8")
 
-        def digests(tag: str) -> str:
-            return " ".join(
-                f"'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"
-                for inside in re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-            )
+async def page() -> Answer:
+    """The page. It fills itself with `/api/status.json`, every few seconds."""
+    body, policy = _page()
+    return Answer(body, "text/html; charset=utf-8", headers={"Content-Security-Policy": policy})
 
-        policy = (
-            f"default-src 'none'; script-src {digests('script')}; style-src {digests('style')}; "
-            "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-            "require-trusted-types-for 'script'"
+
+@cache
+def _page() -> tuple[bytes, str]:
+    """The page, and a policy under which it runs its own script and style and nothing else."""
+    text = resources.files(__package__).joinpath("console.html").read_text(encoding="utf-8")
+
+    def digests(tag: str) -> str:
+        return " ".join(
+            f"'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"
+            for inside in re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
         )
-        return text.encode(), policy
+
+    policy = (
+        f"default-src 'none'; script-src {digests('script')}; style-src {digests('style')}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'"
+    )
+    return text.encode(), policy
 
 
 def _run(run: Run, now: float) -> dict[str, Any]:

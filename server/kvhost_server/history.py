@@ -1,5 +1,6 @@
 """The last hour in samples: what the web page draws. A ring of flat arrays, some tens of kilobytes."""
 
+import time
 from array import array
 from collections.abc import Callable, Mapping
 
@@ -21,6 +22,12 @@ class History:
         self._most = most
         self._columns: dict[str, array[float]] = {}
         self._next = 0
+        self._sampled_at = 0.0
+
+    @property
+    def last_s(self) -> float:
+        """How long ago the last sample was taken, in seconds."""
+        return time.monotonic() - self._sampled_at if self._columns else 0.0
 
     def sample(self) -> None:
         """Takes one; the oldest goes when there are too many."""
@@ -30,6 +37,7 @@ class History:
                 column.append(value)
             else:
                 column[self._next] = value
+        self._sampled_at = time.monotonic()
         self._next = (self._next + 1) % self._most
 
     def columns(self) -> dict[str, list[float]]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from kvhost_server.config import Config
-from kvhost_server.console import Console, sample
+from kvhost_server.console import Console, page, sample
 from kvhost_server.exits import StartupError
 from kvhost_server.history import EVERY_S, History
 from kvhost_server.metrics import CONTENT_TYPE, Sources, gather, render
@@ -41,7 +41,7 @@ class Observation:
         )
         self._server = WebServer(
             {
-                "/": console.page,
+                "/": page,
                 "/metrics": self._metrics,
                 "/livez": console.alive,
                 "/readyz": console.ready,
