@@ -62,7 +62,7 @@ class NativeCopier:
 
     def __init__(self, native: Native) -> None:
         self._native = native
-        self.name = f"native ({native.kernel.name.lower()})"
+        self.name = f"native-{native.kernel.name.lower()}"
 
     def copy(
         self, group: GroupPages, direction: Direction, blocks: Sequence[int], images: Sequence[int]

@@ -151,6 +151,8 @@ class JobBook(OffloadingWorker):
     ) -> None:
         self.pages = pages
         self.problem = problem
+        # What moves the bytes, for people.
+        self.copies_by = "device"
         self._source = source
         self._rank = rank
         self._blocks_per_chunk = blocks_per_chunk

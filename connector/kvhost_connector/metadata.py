@@ -41,6 +41,7 @@ class WorkerReport(KVConnectorHandshakeMetadata):
         platform: which kind of worker it is, see `platforms`.
         memory: what is known of the pool's memory here, see `device.pinning.PinState`; "host" where no
             device reaches it.
+        copies_by: what moves the bytes, for people; see `copying`.
         problem: why this worker cannot copy; empty when it can.
     """
 
@@ -53,6 +54,7 @@ class WorkerReport(KVConnectorHandshakeMetadata):
     host: str
     platform: str = "host"
     memory: str = "host"
+    copies_by: str = ""
     problem: str = ""
 
     def declares_as(self, other: WorkerReport | None) -> bool:

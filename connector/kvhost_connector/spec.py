@@ -12,11 +12,13 @@ from typing import Any
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadingSpec, OffloadingWorker
 
 from kvhost_connector.config import ConnectorConfig
+from kvhost_connector.copying import choose_copier
 from kvhost_connector.device.driver import driver_of
 from kvhost_connector.device.pinning import Pinning
 from kvhost_connector.faults import fault_plane
 from kvhost_connector.jobs import MappingSource
 from kvhost_connector.manager import HostManager
+from kvhost_connector.native import NativeMissing
 from kvhost_connector.pages import PageTable, UnusablePages
 from kvhost_connector.platforms import Platform
 from kvhost_connector.stats import metric_definitions
@@ -63,10 +65,12 @@ class KVHostSpec(OffloadingSpec):
             if self.pinning is not None:
                 return self._device_worker(kv_caches, self.pinning, arguments)
             pages = PageTable.of(kv_caches)
-        except UnusablePages as error:
+            copier = choose_copier(settings.copy)
+        except (UnusablePages, NativeMissing) as error:
             logger.error("kvhost: this worker runs without the cache: %s", error)
             return HostWorker(None, None, rank=self.shard_rank, problem=str(error))
-        return HostWorker(pages, self.source, threads=settings.copy_threads, **arguments)
+        logger.info("kvhost: blocks are copied by %s, %d threads", copier.name, settings.copy_threads)
+        return HostWorker(pages, self.source, copier=copier, threads=settings.copy_threads, **arguments)
 
     def _device_worker(self, kv_caches: Any, pinning: Pinning, arguments: dict[str, Any]) -> OffloadingWorker:
         # Imports vLLM's transfer code, which only engines on devices need.

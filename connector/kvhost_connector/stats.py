@@ -14,6 +14,8 @@ PREFIX = "vllm:kvhost_"
 ATTACHED = f"{PREFIX}usable"
 WORKERS = f"{PREFIX}workers"
 
+LABELS = ("platform", "memory", "copies_by")
+
 Gauges = Mapping[tuple[str, tuple[str, ...]], float]
 """Values by name of the metric and its labels."""
 
@@ -40,12 +42,12 @@ def metric_definitions() -> dict[str, Any]:
     usable = "1 while lookups can hit and chunks can be stored, 0 while the engine runs without kvhostd."
     workers = (
         "Workers of this engine by platform, and by what their memory of the cache is: host, or, where a "
-        "device copies, pinned, unpinned, off or waiting."
+        "device copies, pinned, unpinned, off or waiting; copies_by says what moves the bytes."
     )
     return {
         **counters,
         ATTACHED: OffloadingGaugeMetadata(documentation=usable),
-        WORKERS: OffloadingGaugeMetadata(documentation=workers, labelnames=("platform", "memory")),
+        WORKERS: OffloadingGaugeMetadata(documentation=workers, labelnames=LABELS),
     }
 
 
@@ -53,7 +55,7 @@ def count_workers(reports: Iterable[WorkerReport], known: Gauges) -> dict[tuple[
     """The gauges of these workers; those in `known` that none of them is in any more are 0."""
     counts: dict[tuple[str, tuple[str, ...]], float] = dict.fromkeys(known, 0)
     for report in reports:
-        place = WORKERS, (report.platform, report.memory)
+        place = WORKERS, (report.platform, report.memory, report.copies_by)
         counts[place] = counts.get(place, 0) + 1
     return counts
 

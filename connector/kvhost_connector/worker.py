@@ -29,12 +29,15 @@ class HostWorker(JobWorker):
         copier: Copier | None = None,
         **arguments: Any,
     ) -> None:
-        self.copier = copier or choose_copier(CopyBy.AUTO)
+        if copier is None and pages is not None:
+            copier = choose_copier(CopyBy.AUTO)
+        self._copier = copier
         super().__init__(pages, source, **arguments)
+        self.copies_by = copier.name if copier is not None else ""
 
     def _copy(self, job: Job) -> int:
-        pages = self.pages
-        if pages is None:
+        pages, copier = self.pages, self._copier
+        if pages is None or copier is None:
             raise JobRefused("this worker has no KV cache registered")
         copied = 0
         with self._mapping(job.spec) as mapping:
@@ -54,7 +57,7 @@ class HostWorker(JobWorker):
                             blocks.append(block)
                             images.append(image)
                         image += group.block_bytes
-                self.copier.copy(group, job.direction, blocks, images)
+                copier.copy(group, job.direction, blocks, images)
                 copied += len(blocks) * group.block_bytes
         return copied
 

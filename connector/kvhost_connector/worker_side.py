@@ -116,6 +116,7 @@ class WorkerSide:
                 device=describe_device(),
                 host=host_identity(),
                 platform=self._platform.value,
+                copies_by=worker.copies_by if worker is not None else "",
             )
         # Described once: a report that read otherwise would move the engine to another namespace.
         return replace(self._described, **self._told._asdict())

@@ -14,6 +14,8 @@ import torch
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec
 
 from kvhost_client.errors import NotMapped
+from kvhost_connector.config import CopyBy
+from kvhost_connector.copying import choose_copier
 from kvhost_connector.faults import CopyFault, Direction
 from kvhost_connector.jobs import JobRefused, plan_pieces
 from kvhost_connector.metadata import Epoch, SlotSpec, TransferId, TransferReport
@@ -23,6 +25,13 @@ from tests.connector.caches import Cache, layered, two_groups
 from tests.support.waiting import wait_for
 
 BOOT, SESSION = 77, 5
+
+
+@pytest.fixture(autouse=True, params=["auto", "numpy"])
+def copier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test here holds whatever copies; auto is the compiled copying where there is one."""
+    chosen = choose_copier(CopyBy(request.param))
+    monkeypatch.setattr("kvhost_connector.worker.choose_copier", lambda setting: chosen)
 
 
 class Pool:
