@@ -70,10 +70,25 @@ def stream(
     )
 
 
+def both_ways(
+    channel: grpc.Channel, service: str, method: str, request: type[_Request], reply: type[_Reply]
+) -> grpc.StreamStreamMultiCallable[_Request, _Reply]:
+    """A method with many requests and many replies."""
+    return channel.stream_stream(
+        f"/kvhost.v1.{service}/{method}",
+        request_serializer=request.SerializeToString,
+        response_deserializer=reply.FromString,
+    )
+
+
 def named(error: grpc.RpcError, path: str, what: str) -> KVHostError:
     """The error of a call as one of ours. `what` is the call, for people."""
-    code = error.code()
-    details = (error.details() or "no reason given").replace("\n", " ")
+    return named_status(error.code(), error.details() or "", path, what)
+
+
+def named_status(code: grpc.StatusCode, details: str, path: str, what: str) -> KVHostError:
+    """The same for a status that came in another way."""
+    details = (details or "no reason given").replace("\n", " ")
     sentence = f"{what}: {details}"
     if code is grpc.StatusCode.UNAVAILABLE:
         if "http1" in details.lower() or "http2 settings" in details.lower():

@@ -10,14 +10,15 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
 from kvhost_client import fork, handover, probe, version
 from kvhost_client.breaker import Breaker
-from kvhost_client.channel import named, open_channel, stream
+from kvhost_client.channel import named, named_status, open_channel, stream
 from kvhost_client.errors import (
     BadReply,
     BreakerOpen,
@@ -30,6 +31,7 @@ from kvhost_client.errors import (
     Unavailable,
     VersionMismatch,
 )
+from kvhost_client.exchange import LARGEST_MESSAGE, Exchange
 from kvhost_client.paths import SocketPaths, beside
 from kvhost_client.types import ServiceState
 from kvhost_proto.v1 import cache_pb2, common_pb2
@@ -41,6 +43,17 @@ OnEnd = Callable[[str], None]
 
 _Request = TypeVar("_Request", bound=Message)
 _Reply = TypeVar("_Reply", bound=Message)
+
+
+@dataclass(frozen=True)
+class Method(Generic[_Request, _Reply]):
+    """One method, as a call of its own and as a kind of message on the stream for questions."""
+
+    kind: str
+    call: grpc.UnaryUnaryMultiCallable[_Request, _Reply]
+
+
+_STATUS: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
 _CLOSED = "it was closed"
 _FORKED = "it belongs to the process that opened it, not to a forked child"
@@ -79,6 +92,7 @@ class Connection:
         self._established = False
         self._failure: KVHostError | None = None
         self._opened = threading.Event()
+        self._exchange: Exchange | None = None
         self._thread = threading.Thread(target=self._listen, name="kvhost-notices", daemon=True)
         with fork.guard:
             fork.watch(self)
@@ -148,7 +162,7 @@ class Connection:
 
     # Asking.
 
-    def ask(
+    def call(
         self,
         method: grpc.UnaryUnaryMultiCallable[_Request, _Reply],
         request: _Request,
@@ -186,6 +200,43 @@ class Connection:
         self._check(reply, namespace)
         return reply
 
+    def ask(
+        self,
+        method: Method[_Request, _Reply],
+        request: _Request,
+        deadline_s: float | None,
+        what: str,
+        late: Callable[[_Reply], None] | None = None,
+    ) -> _Reply:
+        """A question that may change something, sent once: as `call`, but by the stream for questions where
+        there is one."""
+        stream = self._exchange
+        if stream is None or not stream.ready or request.ByteSize() > LARGEST_MESSAGE:
+            return self.call(method.call, request, deadline_s, what, late)
+        self._may_ask(what)
+        namespace = self._namespaces
+        waiter = stream.ask(method.kind, request, lambda reply: self._reply_came_late(method, reply, late))
+        if waiter is None:
+            raise self._over(what)
+        answer = stream.wait(waiter, self.deadline_s if deadline_s is None else deadline_s)
+        if answer is None:
+            if stream.ended or self.ended:
+                raise self._over(what)
+            error: KVHostError = DeadlineExceeded(f"kvhostd at {self.path} did not answer {what} in time")
+            self._learn(error)
+            raise error
+        kind = answer.WhichOneof("kind")
+        if kind == "refused":
+            self._check(answer, namespace)
+            raise self._refused(_status(answer.refused.code), answer.refused.message, what)
+        if kind != method.kind:
+            error = BadReply(f"kvhostd at {self.path} answered {what} with {kind or 'nothing'}")
+            self.finish(str(error))
+            raise error
+        reply: _Reply = getattr(answer, method.kind)
+        self._check(reply, namespace)
+        return reply
+
     def ask_only(
         self,
         method: grpc.UnaryUnaryMultiCallable[_Request, _Reply],
@@ -205,12 +256,16 @@ class Connection:
         self._check(reply, namespace)
         return reply
 
-    def send(self, method: grpc.UnaryUnaryMultiCallable[_Request, _Reply], request: _Request) -> None:
-        """A call whose answer is of no interest. Never waits."""
+    def send(self, method: Method[_Request, _Reply], request: _Request) -> None:
+        """A question whose answer is of no interest. Never waits."""
         if self.ended:
             return
+        stream = self._exchange
+        if stream is not None and stream.ready and request.ByteSize() <= LARGEST_MESSAGE:
+            stream.ask(method.kind, request, None, waits=False)
+            return
         try:
-            call = method.future(request)
+            call = method.call.future(request)
         except ValueError:  # the channel was closed meanwhile, and the session with it
             return
         # gRPC cancels a call that nobody refers to; the callback refers to it until its end.
@@ -241,9 +296,12 @@ class Connection:
         )
 
     def _failed(self, failed: grpc.RpcError, what: str) -> KVHostError:
+        return self._refused(failed.code(), failed.details() or "", what)
+
+    def _refused(self, code: grpc.StatusCode, details: str, what: str) -> KVHostError:
         if self.ended:
             return self._over(what)
-        error = named(failed, self.path, what)
+        error = named_status(code, details, self.path, what)
         if isinstance(error, NotFound):  # the daemon does not know this session (any more)
             self.finish(str(error))
             error = self._over(what)
@@ -278,6 +336,24 @@ class Connection:
         if reply.stamp.boot_id == self.boot_id and late is not None:  # type: ignore[attr-defined]
             late(reply)
 
+    def _reply_came_late(
+        self,
+        method: Method[_Request, _Reply],
+        answer: cache_pb2.ExchangeReply,
+        late: Callable[[_Reply], None] | None,
+    ) -> None:
+        if self.ended:
+            return
+        if self._breaker is not None:
+            self._breaker.success()
+        if answer.stamp.boot_id == self.boot_id and late is not None and answer.HasField(method.kind):
+            late(getattr(answer, method.kind))
+
+    def _exchange_ended(self, failed: grpc.RpcError | None) -> None:
+        """Nobody knows what became of the questions on their way: the end of the session settles it (I7)."""
+        why = "" if failed is None else failed.details() or named(failed, self.path, "Exchange")
+        self.finish(f"kvhostd closed its stream for questions: {why or 'no reason given'}")
+
     # The stream.
 
     def _begin(self, ticket: handover.Ticket, label: str, until: float) -> None:
@@ -298,6 +374,10 @@ class Connection:
             self._established = not self._reason
         if not self._established:
             raise Unavailable(f"kvhostd at {self.path} ended the session at once: {self._reason}")
+        try:
+            self._exchange = Exchange(self.channel, self._exchange_ended)
+        except ValueError as closed:  # the channel was closed meanwhile, and the session with it
+            raise Unavailable(f"kvhostd at {self.path} ended the session at once: {self._reason}") from closed
 
     def _listen(self) -> None:
         reason = "kvhostd closed its stream"
@@ -339,6 +419,10 @@ class Connection:
                 self._on_notice(notice)
             except Exception:
                 logger.exception("on_notice of session %d failed", self.number)
+
+
+def _status(code: int) -> grpc.StatusCode:
+    return _STATUS.get(code, grpc.StatusCode.UNKNOWN)
 
 
 def _ticket(paths: SocketPaths, instance_id: bytes, until: float) -> handover.Ticket:

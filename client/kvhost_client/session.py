@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from kvhost_client import calls
 from kvhost_client.breaker import Breaker
 from kvhost_client.channel import unary
-from kvhost_client.connection import Connection, OnEnd, OnNotice
+from kvhost_client.connection import Connection, Method, OnEnd, OnNotice
 from kvhost_client.errors import (
     BadReply,
     BreakerOpen,
@@ -71,9 +71,15 @@ class Session:
             cache_pb2.DeclareNamespaceRequest,
             cache_pb2.DeclareNamespaceReply,
         )
-        self._lookup = unary(channel, "Cache", "Lookup", cache_pb2.LookupRequest, cache_pb2.LookupReply)
-        self._reserve = unary(channel, "Cache", "Reserve", cache_pb2.ReserveRequest, cache_pb2.ReserveReply)
-        self._update = unary(channel, "Cache", "Update", cache_pb2.UpdateRequest, cache_pb2.UpdateReply)
+        self._lookup = Method(
+            "lookup", unary(channel, "Cache", "Lookup", cache_pb2.LookupRequest, cache_pb2.LookupReply)
+        )
+        self._reserve = Method(
+            "reserve", unary(channel, "Cache", "Reserve", cache_pb2.ReserveRequest, cache_pb2.ReserveReply)
+        )
+        self._update = Method(
+            "update", unary(channel, "Cache", "Update", cache_pb2.UpdateRequest, cache_pb2.UpdateReply)
+        )
         self._reset = unary(channel, "Cache", "Reset", cache_pb2.ResetRequest, cache_pb2.ResetReply)
 
     @classmethod
@@ -152,7 +158,7 @@ class Session:
         request = cache_pb2.DeclareNamespaceRequest(session_id=self._connection.session_id, spec=spec)
         for rank, token in sorted(tokens.items()):
             request.workers.add(rank=rank, token=token)
-        reply = self._connection.ask(self._declare, request, deadline_s, "DeclareNamespace")
+        reply = self._connection.call(self._declare, request, deadline_s, "DeclareNamespace")
         self._connection.enter_namespace(reply.stamp)
         return Declared(
             reply.digest,
@@ -178,11 +184,8 @@ class Session:
                 left = until - time.monotonic()
                 if left <= 0:
                     raise DeadlineExceeded("Lookup: its deadline passed between two parts of a long list")
-                if pin:
-                    reply = self._connection.ask(self._lookup, request, left, "Lookup", self._unpin)
-                else:
-                    reply = self._connection.ask_only(self._lookup, request, left, "Lookup")
-                lookups.add(reply)
+                late = self._unpin if pin else None
+                lookups.add(self._connection.ask(self._lookup, request, left, "Lookup", late))
         except BadReply as error:
             self._connection.finish(str(error))
             raise
@@ -266,7 +269,7 @@ class Session:
         request = cache_pb2.ResetRequest(
             session_id=self._connection.session_id, weights_version=weights_version
         )
-        reply = self._connection.ask(self._reset, request, deadline_s, "Reset")
+        reply = self._connection.call(self._reset, request, deadline_s, "Reset")
         self._connection.enter_namespace(reply.stamp)
         return Rebased(reply.digest, reply.namespace_number)
 

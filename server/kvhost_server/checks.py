@@ -19,7 +19,7 @@ class ChunkRequest:
 
 def check_keys(namespace: Namespace, group: int, packed: bytes) -> int:
     layout = namespace.spec.layout
-    if all(g.id != group for g in layout.groups):
+    if group not in layout.group_ids:
         known = ", ".join(str(g.id) for g in layout.groups)
         raise Refused(Code.INVALID_ARGUMENT, f"group {group} is not one of the namespace's: {known}")
     if len(packed) % layout.key_bytes:

@@ -19,8 +19,8 @@ _OURS = "/kvhost.v1."
 
 
 @dataclass(frozen=True)
-class _Malformed:
-    """Stands for a request that could not be read."""
+class Malformed:
+    """Stands for a request that could not be read. A handler of a stream of requests must look for it."""
 
     method: str
 
@@ -62,15 +62,15 @@ def _careful(handler: Any, method: str, measure: CallMeasure) -> Any:
         try:
             return decode(data)
         except DecodeError:
-            return _Malformed(method)
+            return Malformed(method)
 
     behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
 
     async def call(request: object, context: Any) -> object:
         began = perf_counter()
         try:
-            if isinstance(request, _Malformed):
-                await _refuse(request, context)
+            if isinstance(request, Malformed):
+                await refuse_malformed(request, context)
             return await behaviour(request, context)
         except BaseException as error:
             measure.failed(_code_of(error, context))
@@ -80,8 +80,8 @@ def _careful(handler: Any, method: str, measure: CallMeasure) -> Any:
 
     async def stream(request: object, context: Any) -> AsyncGenerator[object, None]:
         try:
-            if isinstance(request, _Malformed):
-                await _refuse(request, context)
+            if isinstance(request, Malformed):
+                await refuse_malformed(request, context)
             async with aclosing(behaviour(request, context)) as replies:
                 async for reply in replies:
                     yield reply
@@ -90,6 +90,9 @@ def _careful(handler: Any, method: str, measure: CallMeasure) -> Any:
             raise
 
     encode = handler.response_serializer
+    if handler.request_streaming:
+        # It looks at what it reads, and measures it, itself: a wrapper would cost something for each message.
+        return grpc.stream_stream_rpc_method_handler(handler.stream_stream, deserialize, encode)
     if not handler.response_streaming:
         return grpc.unary_unary_rpc_method_handler(call, deserialize, encode)
     serve = stream if isasyncgenfunction(behaviour) else call
@@ -104,7 +107,8 @@ def _code_of(error: BaseException, context: Any) -> int:
     return int(code.value[0] if isinstance(code, grpc.StatusCode) else code or 0)
 
 
-async def _refuse(malformed: _Malformed, context: Any) -> None:
+async def refuse_malformed(malformed: Malformed, context: Any) -> None:
+    """Ends the call, or the stream that the bytes came by."""
     await context.abort(
         grpc.StatusCode.INVALID_ARGUMENT,
         f"the bytes sent to {malformed.method} are no message of that method; use the protocol files",

@@ -6,6 +6,7 @@ from enum import IntEnum
 class Code(IntEnum):
     """The gRPC status codes that kvhost uses."""
 
+    UNKNOWN = 2
     INVALID_ARGUMENT = 3
     NOT_FOUND = 5
     ALREADY_EXISTS = 6

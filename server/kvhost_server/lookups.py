@@ -1,10 +1,13 @@
-"""Bounds on what one call may ask, checked before any of it is done, and lookups in slices (I13).
+"""Lookups as they travel: read and checked before any of it is done, answered at once or in slices; and the
+bounds on what one update may ask (I13).
 
-A peer's message of a few megabytes can name millions of things; the loop serves everybody.
+A peer's message of a few megabytes can name millions of things; the loop serves everybody. This is the path
+of every request of every engine: each field of a message is read once, because reading one copies it.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from kvhost_proto.v1 import cache_pb2, common_pb2
 from kvhost_server.checks import check_keys
@@ -16,39 +19,51 @@ MAX_ITEMS_PER_UPDATE = 16384
 MAX_UNQUIET_RANKS = 1 << 20
 MAX_TOUCHED_KEYS = 262144
 _PER_SLICE = 4096
+_FOUND = bytes([Found.YES])
 
-Ask = Callable[[cache_pb2.Chain, bytes], ChainAnswer]
+
+class ChainAsked(NamedTuple):
+    """The keys of one group, back to back; of the namespace's length."""
+
+    group: int
+    semantics: int
+    keys: bytes
+
+
+class QueryAsked(NamedTuple):
+    """One query of a lookup; `tag` is the caller's, `request` the engine's name of what it is for."""
+
+    tag: int
+    chains: list[ChainAsked]
+    request: str = ""
+
+
+Ask = Callable[[ChainAsked, bytes], ChainAnswer]
 """Looks these keys of a chain up, as of now."""
 
 
-def check_lookup(request: cache_pb2.LookupRequest, namespace: Namespace) -> None:
-    """Everything is checked before anything is pinned: a lookup is answered whole, or has changed nothing.
+def read_lookup(request: cache_pb2.LookupRequest, namespace: Namespace) -> list[QueryAsked]:
+    """What is asked. Everything is checked before anything is pinned: a lookup is answered whole, or has
+    changed nothing.
 
     Raises:
         Refused: more queries, chains or keys than allowed, an unknown group, keys of another length.
     """
-    _at_most(MAX_KEYS_PER_CALL, "queries in one lookup", len(request.queries))
-    _at_most(MAX_KEYS_PER_CALL, "chains in one lookup", sum(len(query.chains) for query in request.queries))
-    size = namespace.spec.layout.key_bytes
-    keys = sum(len(chain.keys) for query in request.queries for chain in query.chains) // size
-    _at_most(MAX_KEYS_PER_CALL, "keys in one lookup", keys)
-    for query in request.queries:
-        for chain in query.chains:
-            check_chain(chain, namespace)
+    queries = request.queries
+    _at_most(MAX_KEYS_PER_CALL, "queries in one lookup", len(queries))
+    _at_most(MAX_KEYS_PER_CALL, "chains in one lookup", sum([len(query.chains) for query in queries]))
+    asked = [
+        QueryAsked(query.tag, [_read(chain, namespace) for chain in query.chains], query.request)
+        for query in queries
+    ]
+    nbytes = sum([len(chain.keys) for query in asked for chain in query.chains])
+    _at_most(MAX_KEYS_PER_CALL, "keys in one lookup", nbytes // namespace.spec.layout.key_bytes)
+    return asked
 
 
 def check_chain(chain: cache_pb2.Chain, namespace: Namespace) -> None:
     """Raises `Refused` for a chain that the namespace cannot have."""
-    if chain.semantics not in (common_pb2.SEMANTICS_PREFIX, common_pb2.SEMANTICS_SET):
-        raise Refused(
-            Code.INVALID_ARGUMENT, f"semantics {chain.semantics}; allowed are 1 (prefix) and 2 (set)"
-        )
-    size = check_keys(namespace, chain.group, chain.keys)
-    if chain.keys and chain.key_bytes != size:
-        raise Refused(
-            Code.INVALID_ARGUMENT,
-            f"key_bytes is {chain.key_bytes}; keys of the namespace have {size} bytes",
-        )
+    _read(chain, namespace)
 
 
 def check_update(request: cache_pb2.UpdateRequest) -> None:
@@ -61,48 +76,64 @@ def check_update(request: cache_pb2.UpdateRequest) -> None:
     _at_most(MAX_TOUCHED_KEYS, "touched keys in one update", keys)
 
 
-async def answer_at_once(request: cache_pb2.LookupRequest, ask: Ask) -> list[cache_pb2.LookupAnswer]:
-    """Every chain in one go: for pins, which either all belong to a living session or were never made."""
-    return [
-        cache_pb2.LookupAnswer(
-            tag=query.tag, chains=[_message(ask(chain, chain.keys)) for chain in query.chains]
-        )
-        for query in request.queries
-    ]
+async def answer_lookup(
+    asked: Sequence[QueryAsked], ask: Ask, key_bytes: int, pin: bool
+) -> cache_pb2.LookupReply:
+    """Answers in the order asked.
 
-
-async def answer_in_slices(request: cache_pb2.LookupRequest, ask: Ask) -> list[cache_pb2.LookupAnswer]:
-    """Others may have their turn after some thousand keys or chains."""
-    answers = []
+    Pins are made in one go: they either all belong to a living session or were never made. Otherwise others
+    may have their turn after some thousand keys or chains.
+    """
+    reply = cache_pb2.LookupReply()
+    answers = reply.answers
     done = 0
-    for query in request.queries:
-        chains = []
-        for chain in query.chains:
-            found = b""
-            for part in _parts(chain):
-                found += ask(chain, part).found
-                done += 1 + len(part) // max(1, chain.key_bytes)
-                if done >= _PER_SLICE:
-                    done = 0
-                    await asyncio.sleep(0)
-                if chain.semantics == common_pb2.SEMANTICS_PREFIX and found[-1:] != bytes([Found.YES]):
-                    break
-            chains.append(cache_pb2.ChainAnswer(found=found))
-        answers.append(cache_pb2.LookupAnswer(tag=query.tag, chains=chains))
+    for query in asked:
+        chains = answers.add(tag=query.tag).chains
         done += 1
-    return answers
+        for chain in query.chains:
+            keys = len(chain.keys) // key_bytes
+            done += 1 + keys
+            if pin:
+                made = ask(chain, chain.keys)
+                chains.add(
+                    found=made.found,
+                    slots=made.slots,
+                    first_pin_id=made.first_pin,
+                    checksums=made.checksums,
+                )
+                continue
+            if done <= _PER_SLICE:
+                chains.add(found=ask(chain, chain.keys).found)
+                continue
+            chains.add(found=await _found_in_slices(chain, ask, key_bytes))
+            done = 0
+    return reply
 
 
-def _parts(chain: cache_pb2.Chain) -> Iterator[bytes]:
-    step = _PER_SLICE * max(1, chain.key_bytes)
+async def _found_in_slices(chain: ChainAsked, ask: Ask, key_bytes: int) -> bytes:
+    found = b""
+    step = _PER_SLICE * key_bytes
     for start in range(0, len(chain.keys), step):
-        yield chain.keys[start : start + step]
+        await asyncio.sleep(0)
+        found += ask(chain, chain.keys[start : start + step]).found
+        if chain.semantics == common_pb2.SEMANTICS_PREFIX and found[-1:] != _FOUND:
+            break
+    return found
 
 
-def _message(answer: ChainAnswer) -> cache_pb2.ChainAnswer:
-    return cache_pb2.ChainAnswer(
-        found=answer.found, slots=answer.slots, first_pin_id=answer.first_pin, checksums=answer.checksums
-    )
+def _read(chain: cache_pb2.Chain, namespace: Namespace) -> ChainAsked:
+    asked = ChainAsked(chain.group, chain.semantics, chain.keys)
+    if asked.semantics not in (common_pb2.SEMANTICS_PREFIX, common_pb2.SEMANTICS_SET):
+        raise Refused(
+            Code.INVALID_ARGUMENT, f"semantics {asked.semantics}; allowed are 1 (prefix) and 2 (set)"
+        )
+    size = check_keys(namespace, asked.group, asked.keys)
+    if asked.keys and chain.key_bytes != size:
+        raise Refused(
+            Code.INVALID_ARGUMENT,
+            f"key_bytes is {chain.key_bytes}; keys of the namespace have {size} bytes",
+        )
+    return asked
 
 
 def _at_most(most: int, what: str, count: int) -> None:

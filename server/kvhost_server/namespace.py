@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import cached_property
 from time import monotonic
 
 from kvhost_server.fates import Fates
@@ -45,6 +46,15 @@ class Layout:
     ranks: int
     key_bytes: int
     groups: tuple[Group, ...]
+
+    @cached_property
+    def group_ids(self) -> frozenset[int]:
+        return frozenset(group.id for group in self.groups)
+
+    @cached_property
+    def prefix_ids(self) -> frozenset[int]:
+        """Groups whose chunks build on each other."""
+        return frozenset(group.id for group in self.groups if group.semantics is Semantics.PREFIX)
 
     @property
     def shard_stride(self) -> int:
@@ -130,7 +140,7 @@ class Namespace:
 
     def prefix_keys(self, group: int) -> bool:
         """Chunks of this group build on each other."""
-        return any(g.id == group and g.semantics is Semantics.PREFIX for g in self.spec.layout.groups)
+        return group in self.spec.layout.prefix_ids
 
     def stored(self, key: ChunkKey, parent: ChunkKey | None) -> None:
         self._event(Stored(key, parent))

@@ -14,16 +14,12 @@ from typing import Any, Protocol
 import grpc
 
 from kvhost_proto.v1 import cache_pb2, cache_pb2_grpc, common_pb2
+from kvhost_server.decoding import Malformed, refuse_malformed
 from kvhost_server.errors import Code, Refused
+from kvhost_server.exchange import Handler, answer
 from kvhost_server.identity import Identity
 from kvhost_server.ids import NamespaceNumber, PinId, SessionNumber, StoreId
-from kvhost_server.lookups import (
-    answer_at_once,
-    answer_in_slices,
-    check_chain,
-    check_lookup,
-    check_update,
-)
+from kvhost_server.lookups import ChainAsked, answer_lookup, check_chain, check_update, read_lookup
 from kvhost_server.manager import Manager
 from kvhost_server.measures import Measures
 from kvhost_server.namespace import Namespace
@@ -120,6 +116,12 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         self._streams: dict[SessionNumber, NoticeQueue] = {}
         self._watching = Watching(manager.books, measures.drops)
         self._with_events: set[NamespaceNumber] = set()
+        # Messages of a stream are measured as the calls that they stand for.
+        self._handlers: dict[str, Handler] = {
+            "lookup": measures.calls["Cache", "Lookup"].timing(self._lookup),
+            "reserve": measures.calls["Cache", "Reserve"].timing(self._reserve),
+            "update": measures.calls["Cache", "Update"].timing(self._update),
+        }
         self._chores_run = False
 
     # What the manager orders.
@@ -254,25 +256,24 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             slots=self._books.bounds(session).slots,
         )
 
-    @answers
-    async def Lookup(self, request: cache_pb2.LookupRequest) -> cache_pb2.LookupReply:
+    async def _lookup(self, request: cache_pb2.LookupRequest) -> cache_pb2.LookupReply:
         if request.namespace:
             return await self._lookup_without_session(request)
         session = self._manager.session(request.session_id)
         namespace = self._books.namespace_of(session)
-        check_lookup(request, namespace)
+        asked, pin = read_lookup(request, namespace), request.pin
 
-        def ask(chain: cache_pb2.Chain, keys: bytes) -> ChainAnswer:
-            return self._manager.reading.lookup(session, chain.group, chain.semantics, keys, request.pin)
+        def ask(chain: ChainAsked, keys: bytes) -> ChainAnswer:
+            return self._manager.reading.lookup(session, chain.group, chain.semantics, keys, pin)
 
-        found = await (answer_at_once if request.pin else answer_in_slices)(request, ask)
-        self._measures.looked_up(namespace, request.queries, found, request.pin)
-        self._requests.remember(session.number, namespace.number, self._books.clock(), request.queries, found)
+        reply = await answer_lookup(asked, ask, namespace.spec.layout.key_bytes, pin)
+        self._measures.looked_up(namespace, asked, reply.answers, pin)
+        self._requests.remember(session.number, namespace.number, self._books.clock(), asked, reply.answers)
         self._tell_soon(session)
-        return cache_pb2.LookupReply(stamp=self._stamp(session), answers=found)
+        reply.stamp.MergeFrom(self._stamp(session))
+        return reply
 
-    @answers
-    async def Reserve(self, request: cache_pb2.ReserveRequest) -> cache_pb2.ReserveReply:
+    async def _reserve(self, request: cache_pb2.ReserveRequest) -> cache_pb2.ReserveReply:
         session = self._manager.session(request.session_id)
         if request.count + len(request.chunks) > MAX_KEYS_PER_CALL:
             raise Refused(
@@ -291,8 +292,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             reason=given.reason,
         )
 
-    @answers
-    async def Update(self, request: cache_pb2.UpdateRequest) -> cache_pb2.UpdateReply:
+    async def _update(self, request: cache_pb2.UpdateRequest) -> cache_pb2.UpdateReply:
         manager = self._manager
         session = manager.session(request.session_id)
         check_update(request)
@@ -332,6 +332,27 @@ class CacheService(cache_pb2_grpc.CacheServicer):
                 fault("ITEM_KIND_TOUCH", chain.group, refused)
         reply.stamp.CopyFrom(self._stamp(session))
         return reply
+
+    @answers
+    async def Lookup(self, request: cache_pb2.LookupRequest) -> cache_pb2.LookupReply:
+        return await self._lookup(request)
+
+    @answers
+    async def Reserve(self, request: cache_pb2.ReserveRequest) -> cache_pb2.ReserveReply:
+        return await self._reserve(request)
+
+    @answers
+    async def Update(self, request: cache_pb2.UpdateRequest) -> cache_pb2.UpdateReply:
+        return await self._update(request)
+
+    async def Exchange(
+        self, requests: AsyncIterator[cache_pb2.ExchangeRequest], context: Any
+    ) -> AsyncGenerator[cache_pb2.ExchangeReply, None]:
+        boot_id, handlers = self._books.boot_id, self._handlers
+        async for request in requests:
+            if isinstance(request, Malformed):
+                await refuse_malformed(request, context)
+            yield await answer(request, handlers, boot_id)
 
     @answers
     async def Reset(self, request: cache_pb2.ResetRequest) -> cache_pb2.ResetReply:
@@ -379,14 +400,14 @@ class CacheService(cache_pb2_grpc.CacheServicer):
                 "a lookup names a session or a namespace, and only a session can pin; leave the other out",
             )
         namespace = namespace_named(self._books, request.namespace)
-        check_lookup(request, namespace)
+        asked = read_lookup(request, namespace)
 
-        def ask(chain: cache_pb2.Chain, keys: bytes) -> ChainAnswer:
+        def ask(chain: ChainAsked, keys: bytes) -> ChainAnswer:
             return self._manager.reading.advise(namespace, chain.semantics, keys)
 
-        found = await answer_in_slices(request, ask)
-        stamp = common_pb2.Stamp(boot_id=self._books.boot_id, generation=namespace.generation)
-        return cache_pb2.LookupReply(stamp=stamp, answers=found)
+        reply = await answer_lookup(asked, ask, namespace.spec.layout.key_bytes, False)
+        reply.stamp.boot_id, reply.stamp.generation = self._books.boot_id, namespace.generation
+        return reply
 
     async def _touch(self, session: Session, chain: cache_pb2.Chain) -> None:
         """Tail first, so that the head ends up newest; others may have their turn in between."""

@@ -135,6 +135,14 @@ class ChunkTable:
             raise IntegrityError(f"slot {slot} is named but its row {row} has no segment")
         return wire_slot(segment, place)
 
+    def wires(self, slots: Sequence[SlotIndex]) -> list[int]:
+        """As `wire`, for many."""
+        n, rows = self.slots_per_row, self.rows
+        if any(rows[row] is None for row in {slot // n for slot in slots}):
+            return [self.wire(slot) for slot in slots]  # raises
+        bases = [0 if segment is None else wire_slot(segment, 0) for segment in rows]
+        return [bases[slot // n] | slot % n for slot in slots]
+
     # What a policy asks.
 
     def stamp(self, slot: SlotIndex) -> int:
@@ -275,6 +283,14 @@ class ChunkTable:
             self.row_held[self.row_of(slot)] += 1
         self._holds[slot] += 1
 
+    def hold_all(self, slots: Sequence[SlotIndex]) -> None:
+        """As `hold`, for many."""
+        holds, held, n = self._holds, self.row_held, self.slots_per_row
+        for slot in slots:
+            if not holds[slot]:
+                held[slot // n] += 1
+            holds[slot] += 1
+
     def let_go(self, slot: SlotIndex) -> None:
         """One reason less. A chunk the index names no more is freed with its last hold.
 
@@ -306,8 +322,14 @@ class ChunkTable:
 
     def touch(self, slots: Sequence[SlotIndex], now: int) -> None:
         """These chunks of one chain, head to tail, were used: ancestors end up newest (E2)."""
+        stamp, used, n = self._stamp, self.row_used_at, self.slots_per_row
+        # Strictly rising, as in `_use`.
+        at = max(now - 1, self._now)
         for slot in reversed(slots):
-            self._use(slot, now)
+            at += 1
+            stamp[slot] = at
+            used[slot // n] = at
+        self._now = at
 
     def evict(self, slot: SlotIndex) -> None:
         """Drops a stored chunk that nobody holds; its slot is free."""

@@ -140,7 +140,8 @@ class RemoteCache(cache_pb2_grpc.CacheServicer):
                     Code.INVALID_ARGUMENT, "a lookup over TCP has no session; name the namespace to look in"
                 ),
             )
-        return await self._local.Lookup(request, context)
+        reply: cache_pb2.LookupReply = await self._local.Lookup(request, context)
+        return reply
 
     async def Watch(
         self, request: cache_pb2.WatchRequest, context: Any

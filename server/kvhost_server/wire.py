@@ -20,7 +20,8 @@ MAX_GROUPS = 256
 MAX_PARTS = 256
 MAX_TEXT = 65536
 MAX_SPEC_BYTES = 256 << 10
-_LONGEST_REFUSAL = 1000
+LONGEST_REFUSAL = 1000
+"""A longer one does not fit into what gRPC allows for a status: the client would see another error."""
 
 _STATUS = {code.value[0]: code for code in grpc.StatusCode}
 _Self = TypeVar("_Self")
@@ -46,8 +47,7 @@ def answers(
 
 async def refuse(context: Any, refused: Refused) -> NoReturn:
     """Ends a call with the status and the sentence of a refusal."""
-    # A longer one does not fit into what gRPC allows for a status: the client would see another error.
-    await context.abort(_STATUS[refused.code], refused.message[:_LONGEST_REFUSAL])
+    await context.abort(_STATUS[refused.code], refused.message[:LONGEST_REFUSAL])
     raise AssertionError("abort returned")
 
 

@@ -449,7 +449,7 @@ class TestTheEnd:
 
         thread = threading.Thread(target=ask)
         thread.start()
-        wait_for(lambda: thread_waits_in("result", thread), what="the call to be under way")
+        wait_for(lambda: thread_waits_in("sleep", thread), what="the call to be under way")
         started = time.monotonic()
         engine.session.close()
         thread.join()

@@ -211,6 +211,15 @@ class TestWhatIsServed:
         assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
         assert "over its Unix sockets" in (caught.value.details() or "")
 
+    def test_no_stream_of_questions_is_served(self, channel: grpc.Channel) -> None:
+        with pytest.raises(grpc.RpcError) as caught:
+            next(
+                cache_pb2_grpc.CacheStub(channel).Exchange(
+                    iter([cache_pb2.ExchangeRequest()]), timeout=DEADLINE_S
+                )
+            )
+        assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
     def test_no_session_is_opened(self, daemon: Daemon, channel: grpc.Channel) -> None:
         from kvhost_client.handover import fetch_ticket
 

@@ -353,18 +353,20 @@ class ExchangeRequest(_message.Message):
     def __init__(self, id: _Optional[int] = ..., lookup: _Optional[_Union[LookupRequest, _Mapping]] = ..., reserve: _Optional[_Union[ReserveRequest, _Mapping]] = ..., update: _Optional[_Union[UpdateRequest, _Mapping]] = ...) -> None: ...
 
 class ExchangeReply(_message.Message):
-    __slots__ = ("id", "lookup", "reserve", "update", "refused")
+    __slots__ = ("id", "lookup", "reserve", "update", "refused", "stamp")
     ID_FIELD_NUMBER: _ClassVar[int]
     LOOKUP_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     UPDATE_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    STAMP_FIELD_NUMBER: _ClassVar[int]
     id: int
     lookup: LookupReply
     reserve: ReserveReply
     update: UpdateReply
     refused: Refusal
-    def __init__(self, id: _Optional[int] = ..., lookup: _Optional[_Union[LookupReply, _Mapping]] = ..., reserve: _Optional[_Union[ReserveReply, _Mapping]] = ..., update: _Optional[_Union[UpdateReply, _Mapping]] = ..., refused: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+    stamp: _common_pb2.Stamp
+    def __init__(self, id: _Optional[int] = ..., lookup: _Optional[_Union[LookupReply, _Mapping]] = ..., reserve: _Optional[_Union[ReserveReply, _Mapping]] = ..., update: _Optional[_Union[UpdateReply, _Mapping]] = ..., refused: _Optional[_Union[Refusal, _Mapping]] = ..., stamp: _Optional[_Union[_common_pb2.Stamp, _Mapping]] = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ("code", "message")
