@@ -20,6 +20,7 @@ from kvhost_server.ids import MappingId, NamespaceNumber, SegmentId, SessionNumb
 from kvhost_server.integrity import find_problems
 from kvhost_server.namespace import Namespace, NamespaceSpec
 from kvhost_server.notices import Ended, Outbox
+from kvhost_server.policies import DEFAULT_POLICY
 from kvhost_server.reading import Reading
 from kvhost_server.sessions import PeerIdentity, Session
 from kvhost_server.stewardship import reset_namespace
@@ -50,7 +51,7 @@ class Manager:
         outbox: Outbox,
         clock: Callable[[], float],
         *,
-        policy: str = "lru",
+        policy: str = DEFAULT_POLICY,
     ) -> None:
         self.books = Books(boot_id, segment_bytes, segments, outbox, clock)
         self.attachment = Attachment(self.books)

@@ -13,6 +13,7 @@ from time import monotonic
 from kvhost_server.fates import Fates
 from kvhost_server.ids import ChunkKey, NamespaceNumber, SegmentId
 from kvhost_server.notices import Cleared, Evicted, KeyEvent, Stored
+from kvhost_server.policies import DEFAULT_POLICY
 from kvhost_server.slots import ChunkTable
 
 PAGE = 4096
@@ -116,7 +117,7 @@ class Namespace:
     spec: NamespaceSpec
     table: ChunkTable = field(init=False)
     slots_per_segment: int
-    policy: str = "lru"
+    policy: str = DEFAULT_POLICY
     fates: Fates = field(default_factory=lambda: Fates(monotonic))
     generation: int = 1
     floor: int = 0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 
 from kvhost_server.ids import ChunkKey, SegmentId, SlotIndex, wire_slot
-from kvhost_server.policy import POLICIES, Policy
+from kvhost_server.policies import DEFAULT_POLICY, POLICIES, Policy
 
 NO_SLOT = SlotIndex(-1)
 
@@ -46,7 +46,7 @@ class ChunkTable:
     """
 
     def __init__(
-        self, slots_per_row: int, on_removed: Callable[[ChunkKey, int], None], policy: str = "lru"
+        self, slots_per_row: int, on_removed: Callable[[ChunkKey, int], None], policy: str = DEFAULT_POLICY
     ) -> None:
         self.slots_per_row = slots_per_row
         self.index: dict[ChunkKey, SlotIndex] = {}
@@ -261,6 +261,7 @@ class ChunkTable:
         if checksum:
             self.checksums[slot] = checksum
         self._use(slot, now)
+        self.policy.stored(slot, key)
         if parent is not None:
             parent_slot = self.index.get(parent, NO_SLOT)
             if parent_slot >= 0:
@@ -330,6 +331,7 @@ class ChunkTable:
             stamp[slot] = at
             used[slot // n] = at
         self._now = at
+        self.policy.used(slots)
 
     def evict(self, slot: SlotIndex) -> None:
         """Drops a stored chunk that nobody holds; its slot is free."""
@@ -439,6 +441,7 @@ class ChunkTable:
         if listed:
             del self.index[key]
         self.checksums.pop(slot, None)
+        self.policy.gone(slot, key)
         if self._parent[slot] >= 0:
             self._unlink(slot)
         missing = self._missing_parent.pop(slot, None)
