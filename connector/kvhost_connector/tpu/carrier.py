@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from kvhost_connector.tpu.cache import WIDTHS, CacheLayout, shard_numbers
+from kvhost_connector.tpu.cache import WIDTHS, CacheLayout, UnusableCache, shard_numbers
 from kvhost_connector.tpu.moving import Programs
 from kvhost_connector.tpu.staging import Staging, first_batch, usable_buckets
 
@@ -36,6 +36,10 @@ Place = Callable[[int], tuple[int, int]]
 
 class NotCarried(Exception):
     """An errand cannot be carried; the message is one line. Others raised by an errand count likewise."""
+
+
+class CacheLost(RuntimeError):
+    """The runner's arrays are gone half-way: the engine cannot go on."""
 
 
 class Runner(Protocol):
@@ -174,6 +178,12 @@ class Carrier:
         with self.news:
             return self._busy == 0
 
+    def rest(self, seconds: float) -> None:
+        """Waits for a helper thread to be done with something, or so long."""
+        with self.news:
+            if self._busy and not self._read:
+                self.news.wait(seconds)
+
     def close(self) -> None:
         """Ends the threads when what they do is done."""
         with self.news:
@@ -208,13 +218,12 @@ class Carrier:
         try:
             step(batch)
         except Exception as error:
-            logger.exception("kvhost: a program that moves blocks failed")
-            self._fail(batch, f"{type(error).__name__}: {error}")
+            if not isinstance(error, UnusableCache):
+                logger.exception("kvhost: a program that moves blocks failed")
+            self._fail(batch, str(error) or type(error).__name__)
             self._finish(batch)
-            try:
-                self._layout.check(self._runner.kv_caches)
-            except Exception as lost:
-                raise RuntimeError("the KV cache was lost while blocks were placed into it") from lost
+            if isinstance(error, CacheLost):
+                raise
 
     def _pick(self, batch: Batch) -> None:
         self._layout.check(self._runner.kv_caches)
@@ -249,7 +258,12 @@ class Carrier:
             row = jax.make_array_from_single_device_arrays(shape, beside, arrays)
             rows.append(jax.device_put(row, sharding) if self._memory_kind else row)
         kept = self._runner.kv_caches
-        updated, batch.token = self._programs.scatter(kept, batch.group, blocks, batch.size, rows)
+        try:
+            updated, batch.token = self._programs.scatter(kept, batch.group, blocks, batch.size, rows)
+        except Exception as error:
+            if any(kept[slab.index].is_deleted() for slab in group.slabs):
+                raise CacheLost("the KV cache was consumed by a program that failed") from error
+            raise
         self._runner.kv_caches = type(kept)(updated)
         self.transfers += 1
         self._hand_over(self._await, batch)
@@ -277,7 +291,7 @@ class Carrier:
                 task(batch)
             except Exception as error:
                 logger.exception("kvhost: a batch of blocks could not be copied")
-                self._fail(batch, f"{type(error).__name__}: {error}")
+                self._fail(batch, str(error) or type(error).__name__)
                 self._finish(batch)
 
     def _collect(self, batch: Batch) -> None:
