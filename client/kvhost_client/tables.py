@@ -178,6 +178,8 @@ def _namespaces(console: Console, all_of_them: Sequence[admin_pb2.NamespaceStatu
             str(one.sessions),
         )
     console.print(table)
+    for one in all_of_them:
+        console.print(f"policy of namespace {one.number}: {printable(one.policy)}", style="dim")
 
 
 def _sessions(console: Console, all_of_them: Sequence[admin_pb2.SessionStatus]) -> None:

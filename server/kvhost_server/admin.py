@@ -240,6 +240,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             sessions=len(sessions),
             floor_segments=namespace.floor,
             cap_segments=namespace.cap,
+            policy=table.policy.describe(),
             counters={name: count for name, count in namespace.counters.items() if name != "evicted_told"},
         )
 

@@ -18,6 +18,7 @@ from kvhost_server import __version__
 from kvhost_server.config import BadValue, Config, LogFormat, LogLevel
 from kvhost_server.exits import ExitCode, StartupError
 from kvhost_server.locking import Lock
+from kvhost_server.policies import DEFAULT_POLICY, POLICIES
 from kvhost_server.sizing import HugePages
 from kvhost_server.units import parse_size
 
@@ -178,6 +179,14 @@ def _file_value(path: Path, key: str, value: object, option: click.Parameter) ->
     default=HugePages.OFF.value,
     show_default=True,
     help="Huge pages for the pool.",
+)
+@click.option(
+    "--policy",
+    type=click.Choice(list(POLICIES)),
+    default=DEFAULT_POLICY,
+    show_default=True,
+    help="Which chunk leaves when room is needed: adaptive learns from what comes back; lru takes the one "
+    "whose last use is longest ago.",
 )
 @click.option(
     "--memory-wait",

@@ -69,6 +69,8 @@ class Config:
     """Where metrics and the web page are served over HTTP; None: nowhere."""
     lock: Lock
     hugepages: HugePages
+    policy: str
+    """Name of the order of eviction, one of `policies.POLICIES`."""
     memory_wait: float
     strict_memory: bool
     log_level: LogLevel
@@ -98,6 +100,7 @@ class Config:
         metrics: str,
         lock: str,
         hugepages: str,
+        policy: str,
         memory_wait: float,
         strict_memory: bool,
         log_level: str,
@@ -126,6 +129,7 @@ class Config:
             metrics=_metrics(metrics),
             lock=Lock(lock),
             hugepages=HugePages(hugepages),
+            policy=policy,
             memory_wait=memory_wait,
             strict_memory=strict_memory,
             log_level=LogLevel(log_level),
@@ -185,6 +189,7 @@ class Config:
             "metrics": json.dumps(METRICS_OFF if self.metrics is None else str(self.metrics)),
             "lock": json.dumps(self.lock),
             "hugepages": json.dumps(self.hugepages),
+            "policy": json.dumps(self.policy),
             "memory_wait": f"{self.memory_wait:g}",
             "strict_memory": json.dumps(self.strict_memory),
             "log_level": json.dumps(self.log_level),

@@ -217,7 +217,7 @@ class Daemon:
         self._ends.push_async_callback(self._pool.close)
         self._ends.push_async_callback(self._end_tasks)
         self._manager = orders.manager = Manager(
-            boot_id, plan.segment_bytes, plan.segments, orders, time.monotonic
+            boot_id, plan.segment_bytes, plan.segments, orders, time.monotonic, policy=config.policy
         )
         allow = AllowList.of(
             config.allow_uid,

@@ -124,7 +124,7 @@ class Memory(_message.Message):
     def __init__(self, asked_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., populated_bytes: _Optional[int] = ..., segment_bytes: _Optional[int] = ..., segments: _Optional[int] = ..., free_segments: _Optional[int] = ..., locked_bytes: _Optional[int] = ..., hugepages: _Optional[str] = ..., used_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., granted_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., retiring_segments: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class NamespaceStatus(_message.Message):
-    __slots__ = ("number", "digest", "name", "model", "generation", "parts", "layout", "slot_bytes", "segments", "slots", "chunks", "pinned_chunks", "granted_slots", "quarantined_slots", "sessions", "floor_segments", "cap_segments", "counters", "operator_pins")
+    __slots__ = ("number", "digest", "name", "model", "generation", "parts", "layout", "slot_bytes", "segments", "slots", "chunks", "pinned_chunks", "granted_slots", "quarantined_slots", "sessions", "floor_segments", "cap_segments", "counters", "operator_pins", "policy")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -151,6 +151,7 @@ class NamespaceStatus(_message.Message):
     CAP_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     OPERATOR_PINS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
     number: int
     digest: str
     name: str
@@ -170,7 +171,8 @@ class NamespaceStatus(_message.Message):
     cap_segments: int
     counters: _containers.ScalarMap[str, int]
     operator_pins: int
-    def __init__(self, number: _Optional[int] = ..., digest: _Optional[str] = ..., name: _Optional[str] = ..., model: _Optional[str] = ..., generation: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[_common_pb2.DigestPart, _Mapping]]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., slot_bytes: _Optional[int] = ..., segments: _Optional[int] = ..., slots: _Optional[int] = ..., chunks: _Optional[int] = ..., pinned_chunks: _Optional[int] = ..., granted_slots: _Optional[int] = ..., quarantined_slots: _Optional[int] = ..., sessions: _Optional[int] = ..., floor_segments: _Optional[int] = ..., cap_segments: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., operator_pins: _Optional[int] = ...) -> None: ...
+    policy: str
+    def __init__(self, number: _Optional[int] = ..., digest: _Optional[str] = ..., name: _Optional[str] = ..., model: _Optional[str] = ..., generation: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[_common_pb2.DigestPart, _Mapping]]] = ..., layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., slot_bytes: _Optional[int] = ..., segments: _Optional[int] = ..., slots: _Optional[int] = ..., chunks: _Optional[int] = ..., pinned_chunks: _Optional[int] = ..., granted_slots: _Optional[int] = ..., quarantined_slots: _Optional[int] = ..., sessions: _Optional[int] = ..., floor_segments: _Optional[int] = ..., cap_segments: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., operator_pins: _Optional[int] = ..., policy: _Optional[str] = ...) -> None: ...
 
 class SessionStatus(_message.Message):
     __slots__ = ("number", "label", "namespace_number", "pid", "uid", "age_s", "pins", "grants", "quarantined", "pin_bound", "grant_bound", "mappings", "state")
