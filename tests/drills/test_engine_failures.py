@@ -24,7 +24,8 @@ ALONE_WITHIN_S = 5.0
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    with Daemon("32MiB") as one:
+    # Room for every prompt of the long form: chunks are counted here, and none may leave meanwhile.
+    with Daemon("128MiB") as one:
         yield one
 
 
