@@ -1,4 +1,4 @@
-"""Blocks come back bit by bit: every type, random spreads over eight devices, 1 to 500 blocks in any order."""
+"""Blocks come back bit by bit: every type, spread at random over devices, 1 to 500 blocks in any order."""
 
 from __future__ import annotations
 

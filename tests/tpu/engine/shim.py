@@ -64,7 +64,7 @@ def plain_mesh(shape: Any, names: Any, *, devices: Any = None) -> Any:
     return jax.sharding.Mesh(devices, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
 
 
-def paged_attention(
+def paged_attention(  # noqa: PLR0917 - the arguments of the kernel
     queries: Any,
     keys: Any,
     values: Any,
