@@ -86,6 +86,8 @@ class Books:
         self.outbox = outbox
         # Keys being written, with the number of writers, by namespace.
         self.writing: dict[NamespaceNumber, Counter[ChunkKey]] = {}
+        # Chunks that operators keep, by namespace: one hold each.
+        self.operator_pins: dict[NamespaceNumber, dict[ChunkKey, SlotIndex]] = {}
         # What namespaces that are gone had counted, in bytes: totals never fall.
         self._former_bytes: Counter[str] = Counter()
         self._chores: deque[Iterator[None]] = deque()

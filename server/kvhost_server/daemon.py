@@ -24,7 +24,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvhost_proto.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc
 from kvhost_server import log as logs
-from kvhost_server.admin import AdminService
+from kvhost_server.admin import AdminService, Shown
 from kvhost_server.books import ServiceState
 from kvhost_server.config import Config
 from kvhost_server.decoding import TypedDecoding
@@ -239,9 +239,17 @@ class Daemon:
         self._admin = AdminService(
             self._manager,
             self._pool,
-            config.shown(),
-            lambda: {**self._shell_anomalies(), "loop_lag_max_us": int(self._lag.largest_s * 1e6)},
-            self._set_state,
+            Shown(
+                lambda: self._config.shown(),  # noqa: PLW0108 - another one after a reload
+                lambda: self._config.sources,
+                lambda: self._observation.url,
+            ),
+            requests=requests,
+            extra_anomalies=lambda: {
+                **self._shell_anomalies(),
+                "loop_lag_max_us": int(self._lag.largest_s * 1e6),
+            },
+            set_state=self._set_state,
         )
 
     def _sources(self, observation: Observation) -> Sources:

@@ -31,6 +31,7 @@ def _holds(books: Books, namespace: Namespace) -> list[str]:
             pins.update(session.pins.values())
         pins.update(slot for home, slot in session.former_pins.values() if home is namespace)
         granted.update(g.slot for g in session.grants.values() if g.namespace is namespace)
+    pins.update(books.operator_pins.get(namespace.number, {}).values())
     for entry in books.custody.quarantines:
         if entry.namespace is namespace:
             quarantined.update(entry.slots)

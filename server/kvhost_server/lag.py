@@ -20,6 +20,11 @@ class LoopLag:
         self.seconds = Histogram(LATENCY_BOUNDS_S)
         self.late = 0
 
+    @property
+    def largest_us(self) -> int:
+        """In microseconds."""
+        return int(self.largest_s * 1e6)
+
     async def watch(self) -> None:
         """Measures for ever."""
         loop = asyncio.get_running_loop()

@@ -51,6 +51,9 @@ class Session:
     ready: bool = False
     mapped_ranks: int = 0
     recalled_at: float = float("-inf")
+    # Why it last got fewer slots than it asked for, for people.
+    refused_at: float = float("-inf")
+    refused_why: str = ""
 
     @property
     def pin_count(self) -> int:

@@ -6,7 +6,7 @@ from kvhost_server.attachment import Attachment
 from kvhost_server.books import Books
 from kvhost_server.errors import Code, Refused
 from kvhost_server.fates import Cause
-from kvhost_server.ids import ChunkKey, SessionNumber
+from kvhost_server.ids import ChunkKey, SessionNumber, SlotIndex
 from kvhost_server.namespace import Namespace
 from kvhost_server.notices import Resync
 
@@ -44,7 +44,12 @@ def reset_namespace(books: Books, namespace: Namespace) -> int:
     for number in namespace.sessions:
         books.outbox.notice(SessionNumber(number), Resync())
 
+    pins = books.operator_pins.pop(namespace.number, {})
+
     def discard() -> Iterator[None]:
+        while pins:
+            table.let_go(pins.popitem()[1])
+            yield
         while old:
             key, slot = old.popitem()
             table.discard(slot, key)
@@ -71,6 +76,89 @@ def evict(books: Books, namespace: Namespace, keys: Sequence[ChunkKey]) -> tuple
             held += 1
     books.tell_evictions(namespace)
     return evicted, held, absent
+
+
+def pin(books: Books, namespace: Namespace, keys: Sequence[ChunkKey]) -> tuple[int, int, int]:
+    """Keeps these chunks, and all that they build on, for an operator. Returns (pinned, before, absent).
+
+    Raises:
+        Refused: operators would hold more than half of the namespace's slots. Nothing is pinned then.
+    """
+    table = namespace.table
+    held = books.operator_pins.setdefault(namespace.number, {})
+    wanted: dict[ChunkKey, SlotIndex] = {}
+    absent = 0
+    for key in keys:
+        at: ChunkKey | None = key
+        if key not in table.index:
+            absent += 1
+        while at is not None and at not in wanted and (slot := table.index.get(at)) is not None:
+            wanted[at] = slot
+            at = table.parent(slot)
+    fresh = {key: slot for key, slot in wanted.items() if key not in held}
+    bound = operator_bound(namespace)
+    if len(held) + len(fresh) > bound:
+        raise Refused(
+            Code.RESOURCE_EXHAUSTED,
+            f"{len(fresh)} more chunks to pin beside {len(held)}; operators may hold {bound} of the "
+            f"namespace's {table.slots} slots: unpin others, or let the namespace grow",
+        )
+    for slot in fresh.values():
+        table.hold(slot)
+    held.update(fresh)
+    return len(fresh), len(wanted) - len(fresh), absent
+
+
+def unpin(books: Books, namespace: Namespace, keys: Sequence[ChunkKey] | None) -> tuple[int, int]:
+    """Lets these chunks go, with what only they build on; or all when None. Returns (unpinned, absent)."""
+    table = namespace.table
+    held = books.operator_pins.get(namespace.number, {})
+    absent = 0
+    going: set[ChunkKey] = set(held if keys is None else ())
+    for key in keys or ():
+        if key not in held:
+            absent += 1
+        at: ChunkKey | None = key
+        while at is not None and at in held and at not in going:
+            going.add(at)
+            at = table.parent(held[at])
+    for key in held.keys() - going:
+        above = table.parent(held[key])
+        while above is not None and above in going:  # others that are pinned build on it
+            going.discard(above)
+            above = table.parent(held[above])
+    for key in going:
+        table.let_go(held.pop(key))
+    return len(going), absent
+
+
+def operator_bound(namespace: Namespace) -> int:
+    """How many chunks operators may keep in a namespace."""
+    return namespace.table.slots // 2
+
+
+def drop(books: Books, namespace: Namespace) -> tuple[int, int]:
+    """Gives back the segments of a namespace that no engine uses. Returns (segments, those that are held).
+
+    Raises:
+        Refused: an engine is in it.
+    """
+    if namespace.sessions:
+        raise Refused(
+            Code.FAILED_PRECONDITION,
+            f"namespace {namespace.number} has {len(namespace.sessions)} sessions; end them first",
+        )
+    unpin(books, namespace, None)
+    namespace.floor = 0
+    dropped = 0
+    with books.fates.because(Cause.OPERATOR):
+        for loan in books.lending.loans_of(namespace):
+            if not namespace.table.row_held[namespace.row_of_segment[loan.segment_id]]:
+                books.lending.retire(loan)
+                dropped += 1
+    books.counters["segments_retired"] += dropped
+    books.tell_evictions(namespace)
+    return dropped, namespace.segments
 
 
 def set_limits(

@@ -87,6 +87,7 @@ class Writing:
             grants.append(self._grant(session, namespace, slot, None))
         self._attachment.grow_ahead(session, namespace, count + len(chunks))
         if reasons:
+            session.refused_at, session.refused_why = self._books.clock(), reasons[-1]
             self._recall_others(session, namespace)
         pending = bool(reasons) and (namespace.expecting or not session.all_usable)
         return Reservation(grants, answers, pending, reasons[-1] if reasons else "")
