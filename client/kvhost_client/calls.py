@@ -122,7 +122,11 @@ class Lookups:
 
     def __init__(self, queries: Iterable[Query], pin: bool) -> None:
         self._pin = pin
-        self._queries = [(query.tag, [ChainCursor(chain) for chain in query.chains]) for query in queries]
+        self._queries: list[tuple[int, list[ChainCursor]]] = []
+        self._names: list[str] = []
+        for query in queries:
+            self._queries.append((query.tag, [ChainCursor(chain) for chain in query.chains]))
+            self._names.append(query.request)
         self._sent: list[list[tuple[ChainCursor, int]]] = []
 
     def next_request(self, session_id: bytes) -> cache_pb2.LookupRequest | None:
@@ -130,7 +134,7 @@ class Lookups:
         request = cache_pb2.LookupRequest(session_id=session_id, pin=self._pin)
         self._sent = []
         room = KEYS_PER_CALL
-        for tag, cursors in self._queries:
+        for number, (tag, cursors) in enumerate(self._queries):
             chains: list[cache_pb2.Chain] = []
             sent: list[tuple[ChainCursor, int]] = []
             for cursor in cursors:
@@ -140,7 +144,9 @@ class Lookups:
                     sent.append((cursor, len(part.keys)))
                     room -= len(part.keys)
             if chains:
-                request.queries.add(tag=tag, chains=chains)
+                # The daemon remembers what it was asked last under a name: the first part, then.
+                name, self._names[number] = self._names[number], ""
+                request.queries.add(tag=tag, chains=chains, request=name)
                 self._sent.append(sent)
         return request if self._sent else None
 

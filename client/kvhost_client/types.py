@@ -78,10 +78,12 @@ class ChainQuery:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Chains of one request; `tag` is the caller's own number for it."""
+    """Chains of one request; `tag` is the caller's own number for it, and `request` its name, for people who
+    ask the daemon why it missed."""
 
     tag: int
     chains: Sequence[ChainQuery]
+    request: str = ""
 
 
 class ChainResult(NamedTuple):

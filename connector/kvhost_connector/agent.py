@@ -167,7 +167,7 @@ class Agent:
         asked = [ticket for ticket in tickets if ticket.state is TicketState.WAITING]
         if not asked:
             return
-        queries = [Query(number, ticket.chains) for number, ticket in enumerate(asked)]
+        queries = [Query(number, ticket.chains, ticket.request) for number, ticket in enumerate(asked)]
         answers: list[Answer] = self._call(session.lookup, queries, pin=pin)
         self._board.answered(
             [(ticket, *_read(ticket, answer)) for ticket, answer in zip(asked, answers, strict=True)], session

@@ -130,13 +130,16 @@ class Board:
         """The engine works: grants are worth holding."""
         self.stock.engine_active()
 
-    def ask(self, chains: Sequence[ChainQuery], *, pin: bool) -> Ticket | None:
-        """Asks which of these keys are there, and holds them with `pin`. None when nobody would answer."""
+    def ask(self, chains: Sequence[ChainQuery], *, pin: bool, request: str = "") -> Ticket | None:
+        """Asks which of these keys are there, and holds them with `pin`. None when nobody would answer.
+
+        `request` is vLLM's id of the request, by which people ask the daemon why it missed.
+        """
         with self._wake:
             authority = self.authority
             if authority is None or self.silent or self._closing:
                 return None
-            ticket = Ticket(tuple(chains), pin, authority.serial, self._clock())
+            ticket = Ticket(tuple(chains), pin, authority.serial, self._clock(), request=request)
             (self._pins if pin else self._lookups).append(ticket)
             self.stock.engine_active()
             self._wake.notify_all()

@@ -40,7 +40,7 @@ class Matching:
     def ask(self, view: RequestView) -> bool:
         """Starts a lookup of all keys. False when there is none, or nobody would answer."""
         chains = view.all_chains()
-        view.ticket = self._board.ask(chains, pin=False) if chains else None
+        view.ticket = self._board.ask(chains, pin=False, request=view.req_id) if chains else None
         if view.ticket is None:
             return False
         view.phase = Phase.ASKED

@@ -35,6 +35,8 @@ class Ticket:
     found: dict[bytes, int] = field(default_factory=dict)
     pins: dict[bytes, PinnedSlot] = field(default_factory=dict)
     authority: Authority | None = None
+    # vLLM's id of the request, for people.
+    request: str = ""
 
 
 class NewsKind(Enum):
