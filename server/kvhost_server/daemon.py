@@ -65,6 +65,10 @@ _SERVER_OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 100),
     ("grpc.http2.max_ping_strikes", 0),
+    # Engines ask over Unix sockets: there is no bandwidth to probe for, and a question of 8192 keys should
+    # not wait for windows to open.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 1 << 20),
     # A connection on which nobody speaks is a descriptor less for everybody; the default is two minutes.
     ("grpc.server_handshake_timeout_ms", 5000),
 )

@@ -19,6 +19,8 @@ MAX_ITEMS_PER_UPDATE = 16384
 MAX_UNQUIET_RANKS = 1 << 20
 MAX_TOUCHED_KEYS = 262144
 _PER_SLICE = 4096
+_SMALL = _PER_SLICE * 8
+"""Bytes of keys that are surely no more than one slice."""
 _FOUND = bytes([Found.YES])
 
 
@@ -76,41 +78,54 @@ def check_update(request: cache_pb2.UpdateRequest) -> None:
     _at_most(MAX_TOUCHED_KEYS, "touched keys in one update", keys)
 
 
-async def answer_lookup(
-    asked: Sequence[QueryAsked], ask: Ask, key_bytes: int, pin: bool
-) -> cache_pb2.LookupReply:
-    """Answers in the order asked.
+Answered = list[list[ChainAnswer]]
+"""For each query the answers to its chains, in the order asked."""
+
+
+async def answer_lookup(asked: Sequence[QueryAsked], ask: Ask, key_bytes: int, pin: bool) -> Answered:
+    """Looks everything up.
 
     Pins are made in one go: they either all belong to a living session or were never made. Otherwise others
     may have their turn after some thousand keys or chains.
     """
-    reply = cache_pb2.LookupReply()
-    answers = reply.answers
+    if pin or (len(asked) == 1 and len(asked[0].chains) == 1 and len(asked[0].chains[0].keys) <= _SMALL):
+        return [[ask(chain, chain.keys) for chain in query.chains] for query in asked]
+    answered: Answered = []
     done = 0
     for query in asked:
-        chains = answers.add(tag=query.tag).chains
+        answers = []
         done += 1
         for chain in query.chains:
-            keys = len(chain.keys) // key_bytes
-            done += 1 + keys
-            if pin:
-                made = ask(chain, chain.keys)
-                chains.add(
-                    found=made.found,
-                    slots=made.slots,
-                    first_pin_id=made.first_pin,
-                    checksums=made.checksums,
-                )
-                continue
+            done += 1 + len(chain.keys) // key_bytes
             if done <= _PER_SLICE:
-                chains.add(found=ask(chain, chain.keys).found)
-                continue
-            chains.add(found=await _found_in_slices(chain, ask, key_bytes))
-            done = 0
+                answers.append(ask(chain, chain.keys))
+            else:
+                answers.append(await _in_slices(chain, ask, key_bytes))
+                done = 0
+        answered.append(answers)
+    return answered
+
+
+def lookup_reply(asked: Sequence[QueryAsked], answered: Answered) -> cache_pb2.LookupReply:
+    """The answers as they travel, without a stamp."""
+    reply = cache_pb2.LookupReply()
+    add = reply.answers.add
+    for query, answers in zip(asked, answered, strict=True):
+        chains = add(tag=query.tag).chains
+        for answer in answers:
+            if answer.slots:
+                chains.add(
+                    found=answer.found,
+                    slots=answer.slots,
+                    first_pin_id=answer.first_pin,
+                    checksums=answer.checksums,
+                )
+            else:
+                chains.add(found=answer.found)
     return reply
 
 
-async def _found_in_slices(chain: ChainAsked, ask: Ask, key_bytes: int) -> bytes:
+async def _in_slices(chain: ChainAsked, ask: Ask, key_bytes: int) -> ChainAnswer:
     found = b""
     step = _PER_SLICE * key_bytes
     for start in range(0, len(chain.keys), step):
@@ -118,7 +133,7 @@ async def _found_in_slices(chain: ChainAsked, ask: Ask, key_bytes: int) -> bytes
         found += ask(chain, chain.keys[start : start + step]).found
         if chain.semantics == common_pb2.SEMANTICS_PREFIX and found[-1:] != _FOUND:
             break
-    return found
+    return ChainAnswer(found)
 
 
 def _read(chain: cache_pb2.Chain, namespace: Namespace) -> ChainAsked:

@@ -5,13 +5,14 @@ somebody asks.
 """
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvhost_proto.v1 import admin_pb2, cache_pb2
 from kvhost_server.errors import Refused
 from kvhost_server.histogram import Histogram
+from kvhost_server.lookups import Answered, QueryAsked
 from kvhost_server.namespace import Namespace
 from kvhost_server.reading import Found
 
@@ -40,6 +41,7 @@ _BY_CODE = {
     1: "cancelled",
 }
 CANCELLED = 1
+_YES, _PIN_BOUND = bytes([Found.YES]), bytes([Found.PIN_BOUND])
 
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
@@ -101,35 +103,29 @@ class Measures:
         return self.calls.get((service, method)) if path.startswith("/kvhost.") else None
 
     def looked_up(
-        self,
-        namespace: Namespace,
-        queries: Sequence[Any],
-        answers: Iterable[cache_pb2.LookupAnswer],
-        pin: bool,
+        self, namespace: Namespace, asked: Sequence[QueryAsked], answered: Answered, pin: bool
     ) -> None:
-        """What an engine asked for (as it travelled, or as it was read), and what was there.
-
-        Pins follow a lookup of the same keys, and are no second hit.
-        """
+        """What an engine asked for, and what was there. Pins follow a lookup of the same keys, and are no
+        second hit."""
         if pin:
             self.pin_bound += sum(
-                chain.found.count(Found.PIN_BOUND) for answer in answers for chain in answer.chains
+                [chain.found.count(_PIN_BOUND) for answers in answered for chain in answers]
             )
             return
         size = namespace.spec.layout.key_bytes
         tokens = namespace.tokens_per_chunk
-        hits = hit_tokens = asked = asked_tokens = 0
-        for query, answer in zip(queries, answers, strict=True):
-            for chain, found in zip(query.chains, answer.chains, strict=True):
+        hits = hit_tokens = chunks = asked_tokens = 0
+        for query, answers in zip(asked, answered, strict=True):
+            for chain, found in zip(query.chains, answers, strict=True):
                 each = tokens.get(chain.group, 0)
-                here, all_of_them = found.found.count(Found.YES), len(chain.keys) // size
+                here, all_of_them = found.found.count(_YES), len(chain.keys) // size
                 hits += here
-                asked += all_of_them
+                chunks += all_of_them
                 hit_tokens += here * each
                 asked_tokens += all_of_them * each
         for counters in (self.lookups, namespace.counters):
-            counters["queries"] += len(queries)
+            counters["queries"] += len(asked)
             counters["hit_tokens"] += hit_tokens
             counters["miss_tokens"] += asked_tokens - hit_tokens
-            counters["miss_chunks"] += asked - hits
+            counters["miss_chunks"] += chunks - hits
         self.lookups["hit_chunks"] += hits

@@ -4,13 +4,12 @@ So that a person can ask for a request by the name it has in the engine's log. B
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from kvhost_proto.v1 import cache_pb2
 from kvhost_server.errors import Code, Refused
 from kvhost_server.ids import NamespaceNumber, SessionNumber
+from kvhost_server.lookups import Answered, QueryAsked
 from kvhost_server.wire import printable
 
 MOST_REQUESTS = 512
@@ -66,17 +65,16 @@ class Requests:
         session: SessionNumber,
         namespace: NamespaceNumber,
         now: float,
-        queries: Sequence[Any],
-        answers: Iterable[cache_pb2.LookupAnswer],
+        queries: Sequence[QueryAsked],
+        answered: Answered,
     ) -> None:
-        """Keeps those queries (as they travelled, or as they were read) that name a request; the latest of a
-        name replaces the one before."""
-        for query, answer in zip(queries, answers, strict=True):
+        """Keeps those queries that name a request; the latest of a name replaces the one before."""
+        for query, answers in zip(queries, answered, strict=True):
             if not query.request:
                 continue
             chains = tuple(
                 AskedChain(chain.group, chain.semantics, chain.keys, found.found)
-                for chain, found in zip(query.chains, answer.chains, strict=True)
+                for chain, found in zip(query.chains, answers, strict=True)
             )
             asked = AskedRequest(printable(query.request, LONGEST_NAME), session, namespace, now, chains)
             self._drop(asked.name)

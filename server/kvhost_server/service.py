@@ -19,7 +19,14 @@ from kvhost_server.errors import Code, Refused
 from kvhost_server.exchange import Handler, answer
 from kvhost_server.identity import Identity
 from kvhost_server.ids import NamespaceNumber, PinId, SessionNumber, StoreId
-from kvhost_server.lookups import ChainAsked, answer_lookup, check_chain, check_update, read_lookup
+from kvhost_server.lookups import (
+    ChainAsked,
+    answer_lookup,
+    check_chain,
+    check_update,
+    lookup_reply,
+    read_lookup,
+)
 from kvhost_server.manager import Manager
 from kvhost_server.measures import Measures
 from kvhost_server.namespace import Namespace
@@ -266,11 +273,12 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         def ask(chain: ChainAsked, keys: bytes) -> ChainAnswer:
             return self._manager.reading.lookup(session, chain.group, chain.semantics, keys, pin)
 
-        reply = await answer_lookup(asked, ask, namespace.spec.layout.key_bytes, pin)
-        self._measures.looked_up(namespace, asked, reply.answers, pin)
-        self._requests.remember(session.number, namespace.number, self._books.clock(), asked, reply.answers)
+        answered = await answer_lookup(asked, ask, namespace.spec.layout.key_bytes, pin)
+        self._measures.looked_up(namespace, asked, answered, pin)
+        self._requests.remember(session.number, namespace.number, self._books.clock(), asked, answered)
         self._tell_soon(session)
-        reply.stamp.MergeFrom(self._stamp(session))
+        reply = lookup_reply(asked, answered)
+        self._stamp_on(reply.stamp, session)
         return reply
 
     async def _reserve(self, request: cache_pb2.ReserveRequest) -> cache_pb2.ReserveReply:
@@ -383,6 +391,12 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             boot_id=self._books.boot_id, generation=namespace.generation if namespace is not None else 0
         )
 
+    def _stamp_on(self, stamp: common_pb2.Stamp, session: Session) -> None:
+        """As `_stamp`, in a reply that has one already."""
+        stamp.boot_id = self._books.boot_id
+        if session.namespace is not None:
+            stamp.generation = session.namespace.generation
+
     def _state(self) -> str:
         return f"SERVICE_STATE_{self._books.state.name}"
 
@@ -405,7 +419,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         def ask(chain: ChainAsked, keys: bytes) -> ChainAnswer:
             return self._manager.reading.advise(namespace, chain.semantics, keys)
 
-        reply = await answer_lookup(asked, ask, namespace.spec.layout.key_bytes, False)
+        reply = lookup_reply(asked, await answer_lookup(asked, ask, namespace.spec.layout.key_bytes, False))
         reply.stamp.boot_id, reply.stamp.generation = self._books.boot_id, namespace.generation
         return reply
 

@@ -129,7 +129,10 @@ def notice_message(notice: Notice) -> cache_pb2.Notice:
 
 def printable(text: str, longest: int) -> str:
     """A peer's words for people: one line, nothing that would move a cursor or forge a log record."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[:longest])
+    text = text[:longest]
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def pack(keys: Iterable[ChunkKey | None], key_bytes: int) -> bytes:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvhost_proto.v1 import admin_pb2, cache_pb2, common_pb2
+from kvhost_proto.v1 import admin_pb2, common_pb2
 from kvhost_server.errors import Code, Refused
 from kvhost_server.explaining import (
     Chain,
@@ -14,7 +14,9 @@ from kvhost_server.explaining import (
     keys_from_hex,
 )
 from kvhost_server.ids import ChunkKey, NamespaceNumber, SessionNumber
-from kvhost_server.namespace import Namespace
+from kvhost_server.lookups import ChainAsked, QueryAsked
+from kvhost_server.namespace import Namespace, Semantics
+from kvhost_server.reading import ChainAnswer
 from kvhost_server.recall import Requests
 from kvhost_server.stewardship import drop, pin, reset_namespace, unpin
 from tests.server.world import Engine, World, chain, key, spec
@@ -192,10 +194,9 @@ class TestOperatorPins:
         world.check()
 
 
-def asked(name: str, keys: list[ChunkKey]) -> tuple[cache_pb2.LookupQuery, cache_pb2.LookupAnswer]:
-    chains = [cache_pb2.Chain(group=0, semantics=common_pb2.SEMANTICS_PREFIX, keys=b"".join(keys))]
-    found = [cache_pb2.ChainAnswer(found=b"\1\0")]
-    return cache_pb2.LookupQuery(request=name, chains=chains), cache_pb2.LookupAnswer(chains=found)
+def asked(name: str, keys: list[ChunkKey]) -> tuple[QueryAsked, list[ChainAnswer]]:
+    chains = [ChainAsked(group=0, semantics=Semantics.PREFIX, keys=b"".join(keys))]
+    return QueryAsked(0, chains, name), [ChainAnswer(found=b"\1\0")]
 
 
 class TestRequests:
