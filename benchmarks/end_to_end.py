@@ -78,11 +78,11 @@ def measure(scale: Scale, report: Report) -> None:
 
 
 def demo_engine(daemon: Daemon) -> Engine:
-    """An engine as `make demo` runs it, with all cores."""
+    """An engine as `make demo` runs it: with all cores, and as patient, since every wait is in the figure."""
     return Engine(
         demo_model(),
         kind="served",
-        kv_transfer=kv_transfer(daemon.socket),
+        kv_transfer=kv_transfer(daemon.socket, deadline_ms=2000, attach_wait_ms=10_000),
         environment={"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))},
         max_model_len=4096,
         max_num_seqs=4,

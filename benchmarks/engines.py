@@ -10,14 +10,14 @@ from tests.e2e.engine import Engine
 from tests.support.waiting import wait_for
 
 
-def kv_transfer(socket: str) -> dict[str, Any]:
-    """Fields of KVTransferConfig: nothing but the socket is given, every setting has its default."""
+def kv_transfer(socket: str, **extra: Any) -> dict[str, Any]:
+    """Fields of KVTransferConfig: the socket, and whatever shall not have its default."""
     return {
         "kv_connector": "KVHostConnector",
         "kv_connector_module_path": "kvhost_connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"socket": socket},
+        "kv_connector_extra_config": {"socket": socket, **extra},
     }
 
 
