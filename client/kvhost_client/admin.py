@@ -96,6 +96,32 @@ class AdminClient:
         )
         return self._change("SetLimits", request, admin_pb2.SetLimitsReply)
 
+    def explain(
+        self, keys: Sequence[str] = (), request: str = "", namespace: str = ""
+    ) -> admin_pb2.ExplainReply:
+        """What became of each chunk of a chain, given by its keys in hex or by the name of a request."""
+        asked = admin_pb2.ExplainRequest(namespace=namespace, keys=keys, request=request)
+        return self._read("Explain", asked, admin_pb2.ExplainReply)
+
+    def pin(
+        self, keys: Sequence[str] = (), request: str = "", namespace: str = ""
+    ) -> admin_pb2.PinChunksReply:
+        """Keeps these chunks, and what they build on, from being evicted."""
+        asked = admin_pb2.PinChunksRequest(namespace=namespace, keys=keys, request=request)
+        return self._change("PinChunks", asked, admin_pb2.PinChunksReply)
+
+    def unpin(
+        self, keys: Sequence[str] = (), request: str = "", namespace: str = "", *, everything: bool = False
+    ) -> admin_pb2.UnpinChunksReply:
+        """Lets go of these, or of all that was pinned by hand."""
+        asked = admin_pb2.UnpinChunksRequest(namespace=namespace, keys=keys, request=request, all=everything)
+        return self._change("UnpinChunks", asked, admin_pb2.UnpinChunksReply)
+
+    def drop(self, namespace: str) -> admin_pb2.DropNamespaceReply:
+        """Gives the segments of a namespace without sessions back to the pool."""
+        asked = admin_pb2.DropNamespaceRequest(namespace=namespace)
+        return self._change("DropNamespace", asked, admin_pb2.DropNamespaceReply)
+
     def check(self) -> admin_pb2.CheckIntegrityReply:
         """Verifies the daemon's own books."""
         request = admin_pb2.CheckIntegrityRequest()

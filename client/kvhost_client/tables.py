@@ -14,6 +14,8 @@ from kvhost_proto.v1 import admin_pb2, common_pb2
 
 _WIDTH_IN_PIPES = 160
 _COUNTERS_ABREAST = 3
+_NAMESPACES_COMPARED = 6
+_LONGEST_PART = 60
 
 
 def plain(value: Any) -> Any:
@@ -126,9 +128,90 @@ def status(reply: admin_pb2.StatusReply) -> None:
         console.print("no anomalies")
 
 
-def namespaces(reply: Mapping[str, Sequence[admin_pb2.NamespaceStatus]]) -> None:
-    """One line a namespace."""
-    _namespaces(_console(), reply["namespaces"])
+def namespaces(reply: Mapping[str, Sequence[admin_pb2.NamespaceStatus]], every_part: bool = False) -> None:
+    """One line a namespace, and below what differs between them: why they do not share."""
+    console, told = _console(), reply["namespaces"]
+    _namespaces(console, told)
+    shown = told[:_NAMESPACES_COMPARED]
+    parts = {one.number: _parts(one) for one in shown}
+    names = sorted({name for each in parts.values() for name in each})
+    apart = [name for name in names if len({each.get(name) for each in parts.values()}) > 1]
+    rows = names if every_part else apart
+    if len(shown) > 1 and not apart:
+        console.print("these differ in nothing that engines say: one was reset, or is of older weights")
+    if not rows or (len(shown) < 2 and not every_part):
+        return
+    console.print(
+        "every part:" if every_part else "why they do not share: these parts of their digests differ"
+    )
+    table = _table("part", *(f"namespace {number}" for number in parts))
+    for name in rows:
+        table.add_row(
+            printable(name), *(printable(_short(each.get(name, "not said"))) for each in parts.values())
+        )
+    console.print(table)
+    if len(told) > len(shown):
+        console.print(f"{len(told) - len(shown)} more are compared with --json")
+
+
+def every_part(reply: Mapping[str, Sequence[admin_pb2.NamespaceStatus]]) -> None:
+    """The same with all parts."""
+    namespaces(reply, True)
+
+
+def config(reply: Mapping[str, Any]) -> None:
+    """One line an option."""
+    console = _console()
+    table = _table("option", "value", "from")
+    for name, option in reply["config"].items():
+        table.add_row(name.replace("_", "-"), option["value"], option["source"])
+    console.print(table)
+    if reply["metrics_url"]:
+        console.print(f"metrics and a page for people: {reply['metrics_url']}/")
+
+
+def explained(reply: admin_pb2.ExplainReply) -> None:
+    """Where each chain breaks, and what became of its chunks; equal neighbours are one line."""
+    console = _console()
+    if reply.request:
+        console.print(
+            f"request {printable(reply.request)}: looked up {age(reply.age_s)} ago by session "
+            f"{reply.session_number}, in namespace {reply.namespace_number}",
+            style="bold",
+        )
+    for chain in reply.chains:
+        then = f"; {chain.hits_then} were there when it was looked up" if reply.request else ""
+        console.print(f"group {chain.group}: {chain.summary}{then}")
+        table = _table("chunks", "key", "state", "when", "why")
+        start = 0
+        for at, chunk in enumerate(chain.chunks):
+            following = chain.chunks[at + 1] if at + 1 < len(chain.chunks) else None
+            if following is not None and (following.state, following.why) == (chunk.state, chunk.why):
+                continue
+            first = chain.chunks[start]
+            when = f"{age(chunk.ago_s)} ago" if chunk.ago_s else ""
+            span = f"{start + 1} to {at + 1}" if at > start else f"{at + 1}"
+            table.add_row(span, f"{first.key[:16]}…", chunk.state, when, printable(chunk.why))
+            start = at + 1
+        console.print(table)
+
+
+def _parts(one: admin_pb2.NamespaceStatus) -> dict[str, str]:
+    """Everything that the digest covers, by name."""
+    layout = one.layout
+    groups = ", ".join(
+        f"{group.id} {_short_name(common_pb2.Semantics.DESCRIPTOR, group.semantics)} {group.tokens_per_chunk}"
+        for group in layout.groups
+    )
+    return {
+        **{part.name: part.value for part in one.parts},
+        "namespace name": one.name,
+        "layout": f"{layout.shards} shards of {layout.shard_bytes} B, {layout.ranks} ranks, groups {groups}",
+    }
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST_PART else f"{text[: _LONGEST_PART - 1]}…"
 
 
 def sessions(reply: Mapping[str, Sequence[admin_pb2.SessionStatus]]) -> None:
@@ -226,6 +309,9 @@ TABLES: dict[str, Callable[[Any], None]] = {
     "namespaces": namespaces,
     "sessions": sessions,
     "chunks": chunks,
+    "namespaces and parts": every_part,
+    "config": config,
+    "explained": explained,
     "state": drained,
 }
 """By the name under which `ctl` asks for them."""

@@ -199,6 +199,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             raise Refused(Code.INVALID_ARGUMENT, "name the namespace to drop")
         namespace = namespace_named(self._books, request.namespace)
         segments, kept = drop(self._books, namespace)
+        self._manager.forget_empty_namespaces()
         logger.info("namespace %d dropped by hand: %d segments, %d kept", namespace.number, segments, kept)
         return admin_pb2.DropNamespaceReply(segments=segments, kept=kept)
 

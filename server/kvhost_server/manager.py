@@ -294,7 +294,7 @@ class Manager:
     # Inside.
 
     def _new_namespace(self, digest: bytes, spec: NamespaceSpec) -> Namespace:
-        self._forget_empty_namespaces()
+        self.forget_empty_namespaces()
         self._last_namespace += 1
         number = NamespaceNumber(self._last_namespace)
         per_segment = self.books.lending.segment_bytes // spec.layout.slot_bytes
@@ -304,7 +304,7 @@ class Manager:
         self.books.writing[number] = Counter()
         return namespace
 
-    def _forget_empty_namespaces(self) -> None:
+    def forget_empty_namespaces(self) -> None:
         """An engine that resets often would leave one behind each time."""
         for namespace in list(self.books.namespaces.values()):
             used = namespace.sessions or namespace.segments or namespace.expecting

@@ -252,7 +252,7 @@ class TestHelp:
             "reset",
             "end-session",
             "drain",
-            "limits",
+            "limit",
             "health",
             "check",
         ],

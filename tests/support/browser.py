@@ -113,7 +113,13 @@ class Browser:
         """A key, as a person presses it; `code` is the one of Windows, which Chromium wants, and `text` what
         the key writes."""
         for kind in ("keyDown", "keyUp"):
-            key = {"type": kind, "key": name, "code": name, "windowsVirtualKeyCode": code, "text": text}
+            key: dict[str, Any] = {
+                "type": kind,
+                "key": name,
+                "code": name,
+                "windowsVirtualKeyCode": code,
+                "text": text,
+            }
             self._call("Input.dispatchKeyEvent", **key)
 
     def picture(self, *, whole: bool = False) -> bytes:
