@@ -52,25 +52,26 @@ class RunnerSide(WorkerSide):
 
     def register_runner(self, runner: Any) -> None:
         """The runner has its KV cache. Whatever is wrong with it, the engine starts, without the cache."""
+        layout: CacheLayout | None = None
         try:
             worker = self._make_worker(runner)
             self._native.set_worker(worker)
             layout = worker.layout
-            self._described = WorkerReport(
-                rank=self._rank,
-                token=b"",
-                shard_bytes=layout.shard_bytes(self._blocks_per_chunk),
-                pages=layout.describe(),
-                backends=_describe_model(runner),
-                device=_describe_device(),
-                host=host_identity(),
-                platform=self._platform.value,
-            )
         except Exception as error:
             # Native must have a worker: its hooks assert it. This one reports every job failed.
             self._unusable = f"its KV cache cannot be used: {error}"
             logger.exception("kvhost: this worker runs without the cache")
             self._native.set_worker(HostWorker(None, None, rank=self._rank, problem=self._unusable))
+        self._described = WorkerReport(
+            rank=self._rank,
+            token=b"",
+            shard_bytes=layout.shard_bytes(self._blocks_per_chunk) if layout is not None else 0,
+            pages=layout.describe() if layout is not None else "",
+            backends=_describe_model(runner),
+            device=_describe_device(),
+            host=host_identity(),
+            platform=self._platform.value,
+        )
         if not self._unusable and not self._started:
             self._started = True
             self._link.start()
