@@ -3,7 +3,7 @@
 # A Python 3.11 to make the environment with; everything else runs inside .venv.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv/bin
-SOURCES := proto server client connector demo scripts tests benchmarks
+SOURCES := proto server client connector demo scripts tests benchmarks examples
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint format proto docs browser picture drills test-tpu bench bench-peers
@@ -35,9 +35,11 @@ proto: setup ## generated modules from the .proto files
 	@$(VENV)/python -m scripts.gen_proto
 	@$(VENV)/python -m tests.proto.field_numbers
 
-docs: setup ## docs/configuration.md and docs/metrics.md from the code
+docs: setup ## generated pages and the dashboard from the code, and all of docs/ as a site in build/site
 	@$(VENV)/python -m scripts.configuration_page
 	@$(VENV)/python -m scripts.metrics_page
+	@$(VENV)/python -m scripts.dashboard
+	@$(VENV)/python -m scripts.site
 
 browser: ## Debian's Chromium, in which the tests look at the daemon's web page (needs root)
 	@command -v chromium >/dev/null || { apt-get update -qq && \
@@ -50,13 +52,13 @@ drills: setup ## the long form of every fault drill; results in build/drills.jso
 	@KVHOST_DRILLS=long KVHOST_MODEL_STEPS=100000 \
 		$(VENV)/python -m pytest -o timeout=3600 tests/drills tests/server/test_manager_model.py $(PYTEST_ARGS)
 
+test-tpu: setup ## tpu-inference's engine on JAX CPU devices (Python 3.12; the first time 11 GB, 5 minutes)
+	@$(VENV)/python -m scripts.test_tpu $(PYTEST_ARGS)
+
 bench: setup ## what kvhost costs and brings, under 5 minutes; FULL=1 for every size, ONLY=NAME for one
 	@$(VENV)/python -m benchmarks $(if $(FULL),--full) $(if $(ONLY),--only $(ONLY))
 
 # Not there yet: these say so and fail.
-
-test-tpu:
-	@echo "test-tpu: kvhost has no TPU worker yet, so there is nothing to test" >&2; exit 2
 
 bench-peers:
 	@echo "bench-peers: there is no comparison with other caches yet" >&2; exit 2
