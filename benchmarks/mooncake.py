@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
@@ -25,6 +26,4 @@ def load(name: str, requests: int | None = None) -> Trace:
     if not path.exists():
         raise NoTraces(f"there is no {path.name} in {FOLDER}: the public traces are not part of the checkout")
     with path.open() as file:
-        return [
-            json.loads(line)["hash_ids"] for line, _ in zip(file, range(requests or 1 << 40), strict=False)
-        ]
+        return [json.loads(line)["hash_ids"] for line in islice(file, requests)]
