@@ -57,6 +57,8 @@ class Region:
         self.nbytes = nbytes
         self._mapped = True
         self._release: Callable[[], None] | None = None
+        # Nothing is left to prefault, or nothing can be: writes meet no page fault that could be spared.
+        self.prefaulted = False
         # Held for one piece of prefaulting, or for unmapping; never wanted by an engine's threads.
         self._lock = threading.Lock()
         for advice, name in ((_MADV_DONTFORK, "MADV_DONTFORK"), (_MADV_DONTDUMP, "MADV_DONTDUMP")):
@@ -83,10 +85,14 @@ class Region:
         with self._lock:
             if not self._mapped:
                 return False
-            while _libc.madvise(self.address + offset, nbytes, MADV_POPULATE_WRITE) != 0:
-                if ctypes.get_errno() != errno.EINTR:
-                    raise _fail("madvise(MADV_POPULATE_WRITE)", nbytes)
+            self.populate_now(offset, nbytes)
             return True
+
+    def populate_now(self, offset: int, nbytes: int) -> None:
+        """`populate` for a caller under whom nothing is unmapped: it waits for nobody. Raises `OSError`."""
+        while _libc.madvise(self.address + offset, nbytes, MADV_POPULATE_WRITE) != 0:
+            if ctypes.get_errno() != errno.EINTR:
+                raise _fail("madvise(MADV_POPULATE_WRITE)", nbytes)
 
     def unmap(self) -> None:
         """Ends the mapping; a second call does nothing. Raises `OSError`."""

@@ -1,7 +1,8 @@
 """Touches a worker's shards ahead of the first copy, in the background.
 
 The pages exist already (the daemon populated them); what is made here is this process's way to them. Without
-it the first write through a fresh mapping is several times slower.
+it the first write through a fresh mapping is several times slower. A store that comes before does the same
+for its own slots (`WorkerMapping.prefault`).
 """
 
 from __future__ import annotations
@@ -88,3 +89,4 @@ class Prefaulter:
             if self._stopped or not segment.region.populate(offset, nbytes):
                 return
             self._bytes += nbytes
+        segment.region.prefaulted = True

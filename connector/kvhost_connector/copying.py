@@ -58,11 +58,12 @@ class NumpyCopier:
 
 
 class NativeCopier:
-    """Copies with the compiled library."""
+    """Copies with the compiled library, by the best kernel or by one that is named."""
 
-    def __init__(self, native: Native) -> None:
+    def __init__(self, native: Native, kernel: Kernel | None = None) -> None:
         self._native = native
-        self.name = f"native-{native.kernel.name.lower()}"
+        self._kernel = native.kernel if kernel is None else kernel
+        self.name = f"native-{self._kernel.name.lower()}"
 
     def copy(
         self, group: GroupPages, direction: Direction, blocks: Sequence[int], images: Sequence[int]
@@ -77,10 +78,10 @@ class NativeCopier:
         image = (np.array(images, dtype=np.int64)[:, None] + spans.offset).ravel()
         sizes = np.tile(spans.bytes, len(blocks))
         if direction == "store":
-            self._native.copy(image, pages, sizes)
+            self._native.copy(image, pages, sizes, self._kernel)
         else:
             kept = len(blocks) * group.block_bytes <= KEPT_BYTES
-            self._native.copy(pages, image, sizes, Kernel.PLAIN if kept else None)
+            self._native.copy(pages, image, sizes, Kernel.PLAIN if kept else self._kernel)
 
 
 def choose_copier(setting: CopyBy) -> Copier:

@@ -47,6 +47,8 @@ class Mapping(Protocol):
 
     def addresses(self, slots: Sequence[int], rank: int, nbytes: int) -> list[int]: ...
 
+    def prefault(self, slots: Sequence[int], rank: int) -> None: ...
+
 
 class MappingSource(Protocol):
     """The part of kvhost_client's WorkerLink that the worker needs."""

@@ -57,6 +57,8 @@ class HostWorker(JobWorker):
                             blocks.append(block)
                             images.append(image)
                         image += group.block_bytes
+                if job.direction == "store":
+                    mapping.prefault([piece.slot for piece in job.pieces[first:end]], self._rank)
                 copier.copy(group, job.direction, blocks, images)
                 copied += len(blocks) * group.block_bytes
         return copied

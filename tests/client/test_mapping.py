@@ -119,6 +119,32 @@ class TestAddresses:
         with pytest.raises(NotMapped, match=r"segment 4, index 1.*mapped segments of boot 0{15}7: 3, 9"):
             mapping.shard(slot(4, 1), 0)
 
+    def test_a_place_that_is_too_small_is_refused(self, mapping: WorkerMapping) -> None:
+        assert mapping.addresses([slot(3, 0)], 0, MIB // 8) == mapping.addresses([slot(3, 0)], 0)
+        with pytest.raises(NotMapped, match=r"needs 131073 bytes, its place in a slot has 131072"):
+            mapping.addresses([slot(3, 0)], 0, MIB // 8 + 1)
+
+    def test_a_store_ahead_of_the_prefaulter_touches_its_own_slots(
+        self, mapping: WorkerMapping, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        calls: list[tuple[int, int]] = []
+        monkeypatch.setattr(
+            Region, "populate_now", lambda region, offset, nbytes: calls.append((offset, nbytes))
+        )
+        mapping.prefault([slot(3, 1), slot(9, 2), slot(4, 0)], 1)
+        eighth = MIB // 8
+        assert calls == [(3 * eighth, eighth), (5 * eighth, eighth)]
+        mapping._segments[3].region.prefaulted = True
+        mapping.prefault([slot(3, 1)], 1)
+        assert len(calls) == 2
+
+    def test_what_the_kernel_refuses_is_not_tried_again(
+        self, mapping: WorkerMapping, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kvhost_client.memory.MADV_POPULATE_WRITE", 9999)  # as on a kernel before 5.14
+        mapping.prefault([slot(3, 0)], 0)
+        assert mapping._segments[3].region.prefaulted
+
     def test_each_segment_keeps_its_generation(self, mapping: WorkerMapping) -> None:
         assert mapping.generation_of(slot(9, 0)) == 9
         with pytest.raises(NotMapped):

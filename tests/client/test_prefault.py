@@ -72,6 +72,7 @@ def test_what_the_kernel_refuses_costs_only_speed(
     wait_for(lambda: prefaulter.idle, what="the prefaulter")
     assert prefaulter.nbytes == 0
     assert caplog.text.count("are slower") == 1
+    assert not region.prefaulted
     prefaulter.close()
 
 
@@ -80,4 +81,5 @@ def test_it_counts_what_it_did(region: Region) -> None:
     prefaulter.add(segment(region, 4 * MIB, 1))
     wait_for(lambda: prefaulter.idle, what="the prefaulter")
     assert prefaulter.nbytes == 40 * MIB
+    assert region.prefaulted
     prefaulter.close()

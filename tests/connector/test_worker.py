@@ -43,6 +43,7 @@ class Pool:
         self.session_below = 0
         self.fenced: set[int] = set()
         self.running = 0
+        self.prefaulted: set[int] = set()
 
     def begin(self, session_number: int, store_ids: Any = ()) -> int:
         if session_number < self.session_below or self.fenced & set(store_ids):
@@ -63,6 +64,9 @@ class Pool:
         if slots and nbytes > self.bytes.shape[1]:
             raise NotMapped(f"a place has {self.bytes.shape[1]} bytes, {nbytes} are needed")
         return [self.shard(slot, rank)[0] for slot in slots]
+
+    def prefault(self, slots: Sequence[int], rank: int) -> None:
+        self.prefaulted.update(slots)
 
 
 class Source:
@@ -155,6 +159,7 @@ def test_a_stored_chunk_comes_back_bit_exact(bench: Bench) -> None:
     assert bench.slot(0, 192) == images[3]
     assert bench.slot(7, 192) == images[5]
     assert bench.slot(0)[192:] == b"\xee" * 832
+    assert bench.pool.prefaulted == {0, 7}
     bench.cache.fill(salt=1)
     bench.load(2, [6, 1], 7, 0)
     bench.settle(2)
