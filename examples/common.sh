@@ -23,7 +23,7 @@ started=()
 
 end_all() {
     for pid in "${started[@]}"; do
-        kill -INT "$pid" 2>/dev/null || continue
+        kill -TERM "$pid" 2>/dev/null || continue
         wait "$pid" 2>/dev/null || true
     done
     rm -rf "$folder"
@@ -69,7 +69,7 @@ start_engine() {
 
 end_engine() {
     say "the engine ends, and vLLM's own cache with it"
-    kill -INT "$1"
+    kill -TERM "$1"
     wait "$1" 2>/dev/null || true
 }
 
