@@ -23,6 +23,7 @@ def test_blocks_are_saved_before_they_are_computed_anew_and_preemption() -> None
     wanted_a, wanted_b = right_answers([A, B], 4)
     crowd = right_answers(CROWD, CROWD_TOKENS)
     with Daemon("64MiB") as daemon, engine(daemon, **SMALL) as tested:
+        attached(tested)
         # A's blocks are still to be saved when B is computed in them.
         for _ in range(3):
             for asked, wanted in ((A, wanted_a), (B, wanted_b)):
@@ -50,6 +51,7 @@ def test_a_small_pool_and_a_daemon_that_is_killed() -> None:
     # Staging memory for four blocks: every transfer is cut.
     settings = {"staging_bytes": 4 * 16 * 8 * 128 * 4 * 2, "attach_wait_ms": 2000, "deadline_ms": 2000}
     with Daemon("4MiB") as daemon, engine(daemon, settings=settings, **SMALL) as tested:
+        attached(tested)
         for _ in range(2):
             answers = one_by_one(tested, MANY, 8)
             assert [answer.tokens for answer in answers] == wanted
