@@ -14,6 +14,7 @@ import click
 from kvhost_client.ctl import command as kvhostctl
 from kvhost_connector.config import KEYS
 from kvhost_server.cli import command as kvhostd
+from kvhost_server.config import RELOADED
 from kvhost_server.exits import ExitCode
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -41,6 +42,9 @@ socket-mode = "0660"
 lock = "auto"
 ```
 
+On SIGHUP the file and nothing else is read again (a flag stays above it). {reloaded} are taken at once;
+for everything else that changed the log says that it needs a restart. A file that is wrong changes nothing.
+
 Three sockets stand side by side: the one named, for engines; `NAME-admin.sock`, for people;
 `NAME-handover.sock`, where workers receive the memory. Beside them stands a lock file that is never
 removed: who holds its lock owns the sockets.
@@ -53,7 +57,21 @@ removed: who holds its lock owns the sockets.
 
 {tools}
 
-`kvhostctl COMMAND --help` describes each command.
+| command | what it does |
+|---|---|
+{commands}
+
+`kvhostctl COMMAND --help` describes each.
+
+| exit code | meaning |
+|---|---|
+| 0 | Done, or the answer is yes. |
+| 1 | The answer is no: absent, held, not serving, not consistent, no such thing. |
+| 2 | The command line is wrong. |
+| 69 | kvhostd cannot be reached. |
+
+Completion of commands and options: `eval "$(kvhostctl completion bash)"` in `~/.bashrc`, the same with `zsh`
+in `~/.zshrc`, or `kvhostctl completion fish | source` in `~/.config/fish/config.fish`.
 
 ## The connector
 
@@ -70,8 +88,14 @@ request whose blocks cannot be loaded ends with an error.
 def page() -> str:
     return TEXT.format(
         daemon=options(kvhostd, "KVHOST_"),
+        reloaded=", ".join(f"`{name}`" for name in RELOADED),
         exits="\n".join(f"| {code.value} | {meaning} |" for code, meaning in exit_meanings()),
         tools=options(kvhostctl, ""),
+        commands="\n".join(
+            f"| `{name}` | {one.get_short_help_str(limit=200)} |"
+            for name, one in sorted(kvhostctl.commands.items())
+            if not one.hidden
+        ),
         connector=table(
             ("key", "allowed", "default", "meaning"),
             ([f"`{key.name}`", key.allowed, shown(key.default), key.meaning] for key in KEYS),

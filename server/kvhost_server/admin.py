@@ -17,6 +17,7 @@ from kvhost_server.explaining import (
     keys_from_hex,
 )
 from kvhost_server.ids import ChunkKey, SessionNumber
+from kvhost_server.log import about
 from kvhost_server.manager import Manager
 from kvhost_server.namespace import Namespace
 from kvhost_server.recall import AskedRequest, Requests
@@ -125,21 +126,34 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             part = evict(self._books, namespace, keys[start : start + _KEYS_PER_SLICE])
             evicted, held, absent = evicted + part[0], held + part[1], absent + part[2]
             await asyncio.sleep(0)  # engines may have their turn
-        logger.info("%d chunks of namespace %d evicted by hand, %d held", evicted, namespace.number, held)
+        logger.info(
+            "%d chunks of namespace %d evicted by hand, %d held",
+            evicted,
+            namespace.number,
+            held,
+            extra=about(namespace=namespace.number),
+        )
         return admin_pb2.EvictReply(evicted=evicted, held=held, absent=absent)
 
     @answers
     async def ResetNamespace(self, request: admin_pb2.ResetNamespaceRequest) -> admin_pb2.ResetNamespaceReply:
         namespace = namespace_named(self._books, request.namespace)
         dropped = reset_namespace(self._books, namespace)
-        logger.info("namespace %d reset by hand: %d chunks dropped", namespace.number, dropped)
+        logger.info(
+            "namespace %d reset by hand: %d chunks dropped",
+            namespace.number,
+            dropped,
+            extra=about(namespace=namespace.number),
+        )
         return admin_pb2.ResetNamespaceReply(generation=namespace.generation, dropped=dropped)
 
     @answers
     async def EndSession(self, request: admin_pb2.EndSessionRequest) -> admin_pb2.EndSessionReply:
         number = SessionNumber(request.number)
         quarantined = self._manager.end_session(number, "ended by an operator")
-        logger.info("session %d ended by hand; %d slots quarantined", number, quarantined)
+        logger.info(
+            "session %d ended by hand; %d slots quarantined", number, quarantined, extra=about(number)
+        )
         return admin_pb2.EndSessionReply(quarantined=quarantined)
 
     @answers
@@ -175,7 +189,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         namespace, _, keys = self._meant(request)
         pinned, already, absent = pin(self._books, namespace, keys)
         total = len(self._books.operator_pins[namespace.number])
-        logger.info("%d chunks of namespace %d pinned by hand, %d in all", pinned, namespace.number, total)
+        logger.info(
+            "%d chunks of namespace %d pinned by hand, %d in all",
+            pinned,
+            namespace.number,
+            total,
+            extra=about(namespace=namespace.number),
+        )
         return admin_pb2.PinChunksReply(
             pinned=pinned, already=already, absent=absent, total=total, bound=operator_bound(namespace)
         )
@@ -190,7 +210,12 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         else:
             namespace, _, keys = self._meant(request)
             unpinned, absent = unpin(self._books, namespace, keys)
-        logger.info("%d chunks of namespace %d unpinned by hand", unpinned, namespace.number)
+        logger.info(
+            "%d chunks of namespace %d unpinned by hand",
+            unpinned,
+            namespace.number,
+            extra=about(namespace=namespace.number),
+        )
         return admin_pb2.UnpinChunksReply(unpinned=unpinned, absent=absent)
 
     @answers
@@ -200,7 +225,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         namespace = namespace_named(self._books, request.namespace)
         segments, kept = drop(self._books, namespace)
         self._manager.forget_empty_namespaces()
-        logger.info("namespace %d dropped by hand: %d segments, %d kept", namespace.number, segments, kept)
+        logger.info(
+            "namespace %d dropped by hand: %d segments, %d kept",
+            namespace.number,
+            segments,
+            kept,
+            extra=about(namespace=namespace.number),
+        )
         return admin_pb2.DropNamespaceReply(segments=segments, kept=kept)
 
     @answers

@@ -9,6 +9,7 @@ import os
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -204,11 +205,25 @@ def _file_value(path: Path, key: str, value: object, option: click.Parameter) ->
     "--config", callback=_load_file, is_eager=True, metavar="FILE", help="Configuration file (TOML)."
 )
 @click.option(
-    "--print-config", is_flag=True, help="Print the configuration with the source of each value, and exit."
+    "--print-config",
+    is_flag=True,
+    help="Print the configuration as a file with comments and the source of each value, and exit.",
 )
 @click.option("--check-config", is_flag=True, help="Only say whether the configuration is right.")
-@click.option("--log-level", type=_choices(LogLevel), default=LogLevel.INFO.value, show_default=True)
-@click.option("--log-format", type=_choices(LogFormat), default=LogFormat.TEXT.value, show_default=True)
+@click.option(
+    "--log-level",
+    type=_choices(LogLevel),
+    default=LogLevel.INFO.value,
+    show_default=True,
+    help="What is logged, from this on upwards.",
+)
+@click.option(
+    "--log-format",
+    type=_choices(LogFormat),
+    default=LogFormat.TEXT.value,
+    show_default=True,
+    help="Lines for people, or a JSON object a line.",
+)
 @click.option("--cgroup-root", default="/sys/fs/cgroup", hidden=True)
 @click.version_option(__version__, prog_name="kvhostd")
 @click.pass_context
@@ -216,13 +231,9 @@ def command(
     ctx: click.Context, /, config: str | None, print_config: bool, check_config: bool, **values: Any
 ) -> int:
     """Builds the Config and runs the daemon; returns the exit code. `values` are the options by name."""
-    sources = {name: _source(ctx, name) for name in values}
-    try:
-        made = Config.of(**values, sources=sources)
-    except BadValue as error:
-        raise click.BadParameter(str(error), ctx, _options(ctx)[error.option]) from error
+    made = _config_of(ctx, values)
     if print_config:
-        click.echo(made.to_toml(), nl=False)
+        click.echo(made.to_toml(meanings()), nl=False)
     if check_config:
         click.echo("kvhostd: the configuration is right")
     if print_config or check_config:
@@ -232,7 +243,39 @@ def command(
     os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
     from kvhost_server.daemon import run  # gRPC takes 0.1 s to load: not needed above
 
-    return run(made)
+    return run(made, partial(_read_again, ctx.obj))
+
+
+def meanings() -> dict[str, str]:
+    """What each option means, by name."""
+    return {
+        param.name: " ".join((param.help or "").split())
+        for param in command.params
+        if isinstance(param, click.Option) and param.name and param.help
+    }
+
+
+def _config_of(ctx: click.Context, values: Mapping[str, Any]) -> Config:
+    sources = {name: _source(ctx, name) for name in values}
+    try:
+        return Config.of(**values, sources=sources)
+    except BadValue as error:
+        raise click.BadParameter(str(error), ctx, _options(ctx)[error.option]) from error
+
+
+def _read_again(arguments: Sequence[str]) -> Config:
+    """What the same command line comes to now, with the file as it is now.
+
+    Raises:
+        StartupError: it is wrong now.
+    """
+    try:
+        with command.make_context("kvhostd", list(arguments)) as ctx:
+            values = {name: value for name, value in ctx.params.items() if name not in _NOT_IN_FILE}
+            return _config_of(ctx, values)
+    except click.ClickException as error:
+        message, code = _explain(error)
+        raise StartupError(" ".join(message.split()), code) from error
 
 
 def _options(ctx: click.Context) -> dict[str, click.Parameter]:
@@ -266,7 +309,8 @@ def _explain(error: click.ClickException | StartupError) -> tuple[str, ExitCode]
 def main(arguments: Sequence[str] | None = None) -> int:
     """The `kvhostd` command. Returns the exit code (see `ExitCode`), and says why in one line."""
     try:
-        code = command.main(arguments, standalone_mode=False)
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        code = command.main(given, standalone_mode=False, obj=given)
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except (click.ClickException, StartupError) as error:

@@ -7,9 +7,11 @@ import enum
 import grp
 import json
 import pwd
+import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from kvhost_server.listener import Address, Listener
 from kvhost_server.locking import Lock
@@ -36,6 +38,20 @@ class LogLevel(enum.StrEnum):
     INFO = "info"
     WARNING = "warning"
     ERROR = "error"
+
+
+RELOADED = ("allow_uid", "allow_gid", "log_level", "log_format")
+"""Options that a running daemon takes anew on SIGHUP; all others need a restart."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One option that differs after the configuration was read again; values as TOML, None: not set."""
+
+    name: str
+    before: str | None
+    after: str | None
+    taken: bool
 
 
 class BadValue(ValueError):
@@ -157,13 +173,32 @@ class Config:
             if list(paths.values()).count(path) > 1:
                 raise BadValue(name, f"{path} is named for two sockets; each of the three needs its own path")
 
-    def to_toml(self) -> str:
-        """A configuration file that says the same, with the source of each value as a comment."""
+    def to_toml(self, meanings: Mapping[str, str] = MappingProxyType({})) -> str:
+        """A configuration file that says the same, with the source of each value as a comment, and above it
+        what it means."""
         lines = []
         for name, value in self._values().items():
+            if name in meanings:
+                again = " Read again on SIGHUP." if name in RELOADED else ""
+                lines += ["", *textwrap.wrap(f"# {meanings[name]}{again}", 100, subsequent_indent="# ")]
             source = self.sources.get(name, "default")
             lines.append(f"# {name}: not set" if value is None else f"{name} = {value}  # {source}")
-        return "\n".join(lines) + "\n"
+        return "\n".join(lines).lstrip("\n") + "\n"
+
+    def reloaded(self, fresh: "Config") -> tuple["Config", list[Change]]:
+        """This configuration with what `fresh` changes and a running daemon can take; and every change."""
+        before, after = self._values(), fresh._values()
+        changes = [
+            Change(name, before[name], after[name], name in RELOADED)
+            for name in before
+            if before[name] != after[name]
+        ]
+        taken = {name: getattr(fresh, name) for name in RELOADED}
+        sources = {
+            name: (fresh if name in RELOADED else self).sources.get(name, "default")
+            for name in {*self.sources, *fresh.sources}
+        }
+        return replace(self, **taken, sources=sources), changes
 
     def shown(self) -> dict[str, str]:
         """The values as text, for people who ask a running daemon."""

@@ -109,10 +109,16 @@ class Orders:
 
 
 class Daemon:
-    """One daemon process. `run` once."""
+    """One daemon process. `run` once.
 
-    def __init__(self, config: Config) -> None:
+    Args:
+        config: what it was told.
+        read_again: what it would be told now; raises `StartupError` where that is wrong.
+    """
+
+    def __init__(self, config: Config, read_again: Callable[[], Config] | None = None) -> None:
         self._config = config
+        self._read_again = read_again
         self._ends = contextlib.AsyncExitStack()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
@@ -145,6 +151,7 @@ class Daemon:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
         cache_file = SocketFile(config.socket, config.socket_mode, config.socket_group)
         admin_file = SocketFile(config.admin_socket, config.socket_mode, config.admin_group)
         handover_file = SocketFile(config.handover_socket, config.socket_mode, config.socket_group)
@@ -223,10 +230,7 @@ class Daemon:
         self._manager = orders.manager = Manager(
             boot_id, plan.segment_bytes, plan.segments, orders, time.monotonic, policy=config.policy
         )
-        allow = AllowList.of(
-            config.allow_uid,
-            [*config.allow_gid, *([] if config.socket_group is None else [config.socket_group])],
-        )
+        allow = self._allow_list()
         if os.geteuid() == allow.overflow_uid:
             log.warning(
                 "kvhostd runs as uid %d, the kernel's overflow uid, which names nobody: engines of that user "
@@ -255,6 +259,33 @@ class Daemon:
             },
             set_state=self._set_state,
         )
+
+    def _allow_list(self) -> AllowList:
+        config = self._config
+        group = [] if config.socket_group is None else [config.socket_group]
+        return AllowList.of(config.allow_uid, [*config.allow_gid, *group])
+
+    def _reload(self) -> None:
+        """SIGHUP: takes from the configuration what can be taken while engines work, and says the rest."""
+        if self._read_again is None:
+            return
+        try:
+            fresh = self._read_again()
+        except StartupError as error:
+            log.error("SIGHUP: the configuration stays as it was: %s", error)
+            return
+        self._config, changes = self._config.reloaded(fresh)
+        for change in changes:
+            if change.taken:
+                log.warning("SIGHUP: %s is %s now; it was %s", change.name, change.after, change.before)
+            else:
+                log.warning(
+                    "SIGHUP: %s = %s needs a restart; it stays %s", change.name, change.after, change.before
+                )
+        if not changes:
+            log.info("SIGHUP: nothing changed in the configuration")
+        self._handover.allow(self._allow_list())
+        logs.setup(self._config.log_level, self._config.log_format)
 
     def _sources(self, observation: Observation) -> Sources:
         """Where metrics and the web page read."""
@@ -396,11 +427,11 @@ def _connections_for(segments: int) -> int:
     return min(MOST_CONNECTIONS, left // 2)
 
 
-def run(config: Config) -> int:
+def run(config: Config, read_again: Callable[[], Config] | None = None) -> int:
     """Runs a daemon to its end; returns the exit code. The reason of a failure goes to stderr in one line."""
     logs.setup(config.log_level, config.log_format)
     try:
-        asyncio.run(Daemon(config).run())
+        asyncio.run(Daemon(config, read_again).run())
     except StartupError as error:
         print(f"kvhostd: {error}", file=sys.stderr)
         return error.code

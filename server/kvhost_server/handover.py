@@ -226,6 +226,10 @@ class HandoverServer:
     def anomaly(self, name: str) -> None:
         self.anomalies[name] += 1
 
+    def allow(self, allow: AllowList) -> None:
+        """Who may come from now on; who is here stays."""
+        self._allow = allow
+
     def greeted(self, connection: Connection) -> None:
         timer = self._greeting.pop(connection, None)
         if timer is not None:

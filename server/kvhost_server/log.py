@@ -13,6 +13,15 @@ _WINDOW_S = 10.0
 _MOST_TEMPLATES = 1000
 
 
+_FIELDS = ("session", "namespace")
+
+
+def about(session: int | None = None, namespace: int | None = None) -> dict[str, int | None]:
+    """What a record is about, as `extra` of a logging call: fields of their own in JSON, for programs. The
+    text says the same in words."""
+    return {"session": session, "namespace": namespace}
+
+
 class _TextFormatter(logging.Formatter):
     """A peer's text may be part of a message, and must not make a line of its own."""
 
@@ -23,12 +32,15 @@ class _TextFormatter(logging.Formatter):
 
 class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        fields = {
+        fields: dict[str, object] = {
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
+        for name in _FIELDS:
+            if (value := getattr(record, name, None)) is not None:
+                fields[name] = value
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(fields)

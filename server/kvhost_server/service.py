@@ -19,6 +19,7 @@ from kvhost_server.errors import Code, Refused
 from kvhost_server.exchange import Handler, answer
 from kvhost_server.identity import Identity
 from kvhost_server.ids import NamespaceNumber, PinId, SessionNumber, StoreId
+from kvhost_server.log import about
 from kvhost_server.lookups import (
     ChainAsked,
     answer_lookup,
@@ -212,7 +213,12 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             identity, lambda: self._end(number, f"the scheduler process {identity.pid} ended")
         )
         logger.info(
-            "session %d opened by pid %d uid %d: %s", number, identity.pid, identity.uid, session.label
+            "session %d opened by pid %d uid %d: %s",
+            number,
+            identity.pid,
+            identity.uid,
+            session.label,
+            extra=about(session=number),
         )
         try:
             yield cache_pb2.Notice(
@@ -250,6 +256,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             namespace.number,
             namespace.digest.hex()[:12],
             "known before" if existed else "new",
+            extra=about(session.number, namespace.number),
         )
         layout = namespace.spec.layout
         return cache_pb2.DeclareNamespaceReply(
@@ -366,7 +373,12 @@ class CacheService(cache_pb2_grpc.CacheServicer):
     async def Reset(self, request: cache_pb2.ResetRequest) -> cache_pb2.ResetReply:
         session = self._manager.session(request.session_id)
         namespace = self._manager.reset_session(session, request.weights_version)
-        logger.info("session %d was reset into namespace %d", session.number, namespace.number)
+        logger.info(
+            "session %d was reset into namespace %d",
+            session.number,
+            namespace.number,
+            extra=about(session.number, namespace.number),
+        )
         return cache_pb2.ResetReply(
             stamp=self._stamp(session), digest=namespace.digest, namespace_number=namespace.number
         )
@@ -404,7 +416,14 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         if number in self._books.sessions:
             pid = self._books.sessions[number].identity.pid
             quarantined = self._manager.end_session(number, why)
-            logger.info("session %d of pid %d ended: %s; %d slots quarantined", number, pid, why, quarantined)
+            logger.info(
+                "session %d of pid %d ended: %s; %d slots quarantined",
+                number,
+                pid,
+                why,
+                quarantined,
+                extra=about(session=number),
+            )
 
     async def _lookup_without_session(self, request: cache_pb2.LookupRequest) -> cache_pb2.LookupReply:
         """What is stored, for routers: advice, which holds nothing and is no hit of any engine."""

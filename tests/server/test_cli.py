@@ -5,9 +5,10 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import pytest
 
-from kvhost_server.cli import main
+from kvhost_server.cli import command, main, meanings
 from kvhost_server.config import Config, sibling
 from kvhost_server.exits import ExitCode
 
@@ -172,3 +173,26 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--handover-socket" in capsys.readouterr().out
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("kvhostd, version ")
+
+
+def test_what_is_printed_is_a_file_with_comments_that_says_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--memory", "1GiB", "--log-level", "debug", "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    assert "# Host memory of the pool, as 8GiB.\nmemory = " in printed
+    assert "# What is logged, from this on upwards. Read again on SIGHUP.\nlog_level = " in printed
+    for name, meaning in meanings().items():
+        if name not in ("config", "print_config", "check_config", "version"):
+            assert meaning.split()[0] in printed, name
+    file = tmp_path / "kvhost.toml"
+    file.write_text(printed)
+    assert main(["--config", str(file), "--print-config"]) == 0
+    again = capsys.readouterr().out
+    assert tomllib.loads(again) == tomllib.loads(printed)
+
+
+def test_every_option_has_a_meaning() -> None:
+    for option in command.params:
+        if isinstance(option, click.Option) and not option.hidden:
+            assert option.help, option.name

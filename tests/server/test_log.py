@@ -48,6 +48,13 @@ def test_json_is_one_object_a_line_even_with_a_traceback(capsys: pytest.CaptureF
     assert "ValueError: what" in record["exception"]
 
 
+def test_json_has_what_a_record_is_about_as_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    log.setup(LogLevel.INFO, LogFormat.JSON)
+    logging.getLogger("kvhost").info("session %d", 7, extra=log.about(session=7))
+    record = json.loads(capsys.readouterr().err)
+    assert record["session"] == 7 and "namespace" not in record
+
+
 def record(text: str, at: float) -> logging.LogRecord:
     made = logging.LogRecord("kvhost", logging.WARNING, __file__, 1, text, (1,), None)
     made.created = at
