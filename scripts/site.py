@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
@@ -29,6 +30,7 @@ PAGES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         (
             ("CUDA, ROCm, XPU", "docs/cuda.md"),
             ("TPU", "docs/tpu.md"),
+            ("TPU: parity", "docs/parity.md"),
         ),
     ),
     (
@@ -59,7 +61,8 @@ PAGES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         ),
     ),
 )
-"""Sections, titles, and the files as they lie in the repository. Those that are not there are left out."""
+"""Sections, titles, and the files as they lie in the repository. Those that are not there are left out; pages of
+docs/ that are not here come last, under their own headings."""
 GENERATED = "docs/protocol.md"
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 
@@ -74,32 +77,30 @@ def page_name(source: str) -> str:
     return "index.md" if name == "README.md" else name.lower()
 
 
-def sources() -> dict[str, str]:
-    """Every page that there is: file in the repository -> name in the site.
+def sections() -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """The sections as they come to be: title, and (title, file) of each page."""
+    placed = set()
+    for title, entries in PAGES:
+        there = [(name, path) for name, path in entries if path == GENERATED or (ROOT / path).exists()]
+        placed |= {path for _, path in there}
+        if there:
+            yield title, there
+    others = [path for path in sorted(DOCS.glob("*.md")) if f"docs/{path.name}" not in placed]
+    if others:
+        yield (
+            "More",
+            [(path.read_text().splitlines()[0].lstrip("# "), f"docs/{path.name}") for path in others],
+        )
 
-    Raises:
-        SiteError: a page of docs/ has no place.
-    """
-    found = {
-        path: page_name(path)
-        for _, entries in PAGES
-        for _, path in entries
-        if path == GENERATED or (ROOT / path).exists()
-    }
-    for path in sorted(DOCS.glob("*.md")):
-        if f"docs/{path.name}" not in found:
-            raise SiteError(f"docs/{path.name} has no place in the site; give it one in scripts/site.py")
-    return found
+
+def sources() -> dict[str, str]:
+    """Every page: file in the repository -> name in the site."""
+    return {path: page_name(path) for _, entries in sections() for _, path in entries}
 
 
 def navigation() -> list[dict[str, list[dict[str, str]]]]:
-    known = sources()
-    sections = []
-    for title, entries in PAGES:
-        pages = [{name: known[path]} for name, path in entries if path in known]
-        if pages:
-            sections.append({title: pages})
-    return sections
+    """As mkdocs wants it."""
+    return [{title: [{name: page_name(path)} for name, path in entries]} for title, entries in sections()]
 
 
 def translated(source: str, text: str, known: dict[str, str]) -> str:
