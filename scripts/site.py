@@ -61,8 +61,8 @@ PAGES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         ),
     ),
 )
-"""Sections, titles, and the files as they lie in the repository. Those that are not there are left out; pages of
-docs/ that are not here come last, under their own headings."""
+"""Sections, titles, and the files as they lie in the repository. Those that are not there are left out; pages
+of docs/ that are not here come last, under their own headings."""
 GENERATED = "docs/protocol.md"
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 
