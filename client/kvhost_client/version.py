@@ -6,7 +6,7 @@ from kvhost_client.errors import VersionMismatch
 from kvhost_proto.v1 import common_pb2
 
 MAJOR = 1
-MINOR = 0
+MINOR = 1
 
 
 def program() -> str:

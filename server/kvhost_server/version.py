@@ -4,7 +4,7 @@ from kvhost_proto.v1 import common_pb2
 
 PROGRAM_VERSION = "0.1.0"
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1
 
 
 def version_message() -> common_pb2.Version:

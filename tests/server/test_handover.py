@@ -454,7 +454,7 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("fields", "code", "text"),
         [
-            ({"version": None}, 9, "the client speaks protocol 0.0, kvhostd 0.1.0 speaks 1.0"),
+            ({"version": None}, 9, "the client speaks protocol 0.0, kvhostd 0.1.0 speaks 1.1"),
             ({"instance_id": b"short"}, 3, "instance_id has 5 bytes, and must have 16"),
             ({"instance_id": b"x" * 17}, 3, "instance_id has 17 bytes"),
             ({"role": 0}, 3, "role is 0; allowed are 1 (scheduler), 2 (worker)"),
@@ -483,13 +483,13 @@ class TestBadInput:
         client.send(greeting)
         refusal = await client.refused()
         assert refusal.message.startswith(
-            "kvhost 2.5.1 speaks protocol 2.5, kvhostd 0.1.0 speaks 1.0; install"
+            "kvhost 2.5.1 speaks protocol 2.5, kvhostd 0.1.0 speaks 1.1; install"
         )
 
     @pytest.mark.parametrize(
         ("data", "code", "parts"),
         [
-            (b"GET / HTTP/1.1\r\n\r\n", 9, ["b'GET '", "kvhostd 0.1.0", "b'KVH1'", "protocol 1.0"]),
+            (b"GET / HTTP/1.1\r\n\r\n", 9, ["b'GET '", "kvhostd 0.1.0", "b'KVH1'", "protocol 1.1"]),
             (b"KVH2\x0a\x00", 9, ["b'KVH2'", "b'KVH1'"]),
             (b"K", 9, ["b'K'"]),
             (MAGIC, 9, ["must be HELLO, and is nothing known"]),

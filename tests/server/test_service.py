@@ -187,4 +187,4 @@ def test_another_major_version_is_told_both(daemon: Daemon) -> None:
         version = common_pb2.Version(major=9, program="kvhost 9.0")
         next(iter(stub.OpenSession(cache_pb2.OpenSessionRequest(version=version), timeout=5)))
     assert "speaks protocol 9.0" in caught.value.details()
-    assert "speaks 1.0" in caught.value.details()
+    assert "speaks 1.1" in caught.value.details()
