@@ -55,15 +55,15 @@ class Hits:
         return 100 * self.anywhere / self.blocks
 
 
-def serve(trace: Trace, blocks: int, policy: str) -> Hits:
+def serve(trace: Trace, blocks: int, policy: str, key_of: Callable[[int], ChunkKey] | None = None) -> Hits:
     """What the server's table hits with room for so many blocks, one segment, one request after the other."""
     table = ChunkTable(blocks, lambda key, used_at: None, policy)
     rows = {table.add_row(SegmentId(1))}
-    index, now = table.index, 0
+    index, now, named = table.index, 0, key_of or long_key
     prefix = anywhere = 0
     for request in trace:
         now += _REQUEST_US
-        keys = [_key(block) for block in request]
+        keys = [named(block) for block in request]
         found: list[SlotIndex] = []
         for key in keys:
             slot = index.get(key)
@@ -95,7 +95,7 @@ def _store(table: ChunkTable, rows: set[int], key: ChunkKey, parent: ChunkKey | 
 
 
 @cache
-def _key(block: int) -> ChunkKey:
+def long_key(block: int) -> ChunkKey:
     """A key as vLLM makes them: 32 bytes of hash, 4 of group index."""
     return ChunkKey(hashlib.sha256(block.to_bytes(8, "big")).digest() + bytes(4))
 

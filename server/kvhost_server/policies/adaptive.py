@@ -88,6 +88,14 @@ class Adaptive(LeastRecentlyUsed):
         return self._marks[slot] & _KIND_MASK
 
     def _tail(self) -> SlotIndex | None:
+        # Twice: an entry whose slot has another chunk by now may have moved to a heap seen before.
+        kind = self._least_worth()
+        if kind is None:
+            kind = self._least_worth()
+        return None if kind is None else self._take(self._tails[kind], TAIL, kind)
+
+    def _least_worth(self) -> int | None:
+        """The kind whose oldest tail should go; None: no tail may."""
         history = self._history
         best = None
         for kind, heap in enumerate(self._tails):
@@ -96,9 +104,7 @@ class Adaptive(LeastRecentlyUsed):
                 worth = (self._worth[kind][history.span_of(stamp)], stamp, kind)
                 if best is None or worth < best:
                     best = worth
-        if best is None:
-            return None
-        return self._take(self._tails[best[2]], TAIL, best[2])
+        return None if best is None else best[2]
 
     def _refresh(self) -> None:
         self._slots = self._table.slots

@@ -1,12 +1,10 @@
 """One number for a key, the same in every run: Python's own hash of bytes is not."""
 
-from kvhost_server.ids import ChunkKey
+from zlib import crc32
 
-_MASK = (1 << 64) - 1
+from kvhost_server.ids import ChunkKey
 
 
 def fingerprint(key: ChunkKey) -> int:
-    """64 bits of a key: of the block hash in front, evenly spread already, and the group index behind."""
-    mixed = int.from_bytes(key[:8], "little") ^ int.from_bytes(key[-4:], "big") * 0x9E3779B97F4A7C15
-    mixed = (mixed & _MASK) * 0xBF58476D1CE4E5B9 & _MASK
-    return mixed ^ mixed >> 32
+    """64 bits of a key: a checksum of all of it, and above that the first bytes of its block hash."""
+    return crc32(key) | int.from_bytes(key[:4], "big") << 32
