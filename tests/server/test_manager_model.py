@@ -19,6 +19,7 @@ from kvhost_server.checks import ChunkRequest
 from kvhost_server.errors import Refused
 from kvhost_server.ids import ChunkKey, MappingId, NamespaceNumber, PinId, StoreId
 from kvhost_server.namespace import Semantics
+from kvhost_server.policies import POLICIES
 from kvhost_server.reading import Found
 from kvhost_server.stewardship import evict, reset_namespace, set_limits
 from tests.server.world import SLOT_BYTES, Engine, World, chain, key, spec
@@ -47,11 +48,11 @@ class Life:
 
 
 class ManagerModel(RuleBasedStateMachine):
-    """Four engines in two namespaces on a pool of six segments of three slots."""
+    """Four engines in two namespaces on a pool of six segments of three slots, with each policy."""
 
-    @initialize()
-    def start(self) -> None:
-        self.world = World(segments=6, slots=3)
+    @initialize(policy=st.sampled_from(sorted(POLICIES)))
+    def start(self, policy: str) -> None:
+        self.world = World(segments=6, slots=3, policy=policy)
         self.memory: dict[PLACE, tuple[int, ChunkKey] | str] = {}
         self.lives = [Life(self.world.engine(self._spec(i))) for i in range(4)]
 

@@ -11,6 +11,7 @@ from kvhost_server.ids import ChunkKey, MappingId, NamespaceNumber, PinId, Segme
 from kvhost_server.manager import Manager
 from kvhost_server.namespace import Group, Layout, NamespaceSpec, Semantics
 from kvhost_server.notices import Assignment, Notice
+from kvhost_server.policies import DEFAULT_POLICY
 from kvhost_server.reading import Found
 from kvhost_server.sessions import Session
 
@@ -88,10 +89,19 @@ class World:
         obedient: workers map, retire and segments get zeroed as soon as `settle` runs.
     """
 
-    def __init__(self, segments: int = 4, slots: int = 4, serving: bool = True, boot_id: int = 7) -> None:
+    def __init__(
+        self,
+        segments: int = 4,
+        slots: int = 4,
+        serving: bool = True,
+        boot_id: int = 7,
+        policy: str = DEFAULT_POLICY,
+    ) -> None:
         self.time = 1000.0
         self.outbox = Outbox()
-        self.manager = Manager(boot_id, slots * SLOT_BYTES, segments, self.outbox, lambda: self.time)
+        self.manager = Manager(
+            boot_id, slots * SLOT_BYTES, segments, self.outbox, lambda: self.time, policy=policy
+        )
         self.books = self.manager.books
         self._instances = 0
         # Workers that carry out nothing any more.
