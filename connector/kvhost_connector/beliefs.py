@@ -34,9 +34,9 @@ class Beliefs:
 
     def found(self, wires: Iterable[bytes]) -> None:
         """A lookup saw these."""
-        for wire in wires:
-            self._stored.add(wire)
-            self._restored(wire)
+        known = list(wires)
+        self._stored.add_all(known)
+        self._restored(known)
 
     def missed(self, wire: bytes) -> None:
         """A pin did not find this one."""
@@ -44,8 +44,7 @@ class Beliefs:
 
     def storing(self, own_by_wire: Mapping[bytes, bytes]) -> None:
         """These are being stored: what builds on them may be, too. The values are vLLM's own keys."""
-        for wire in own_by_wire:
-            self._restored(wire)
+        self._restored(own_by_wire)
         self._events.learn(own_by_wire)
 
     def mark_cuts(self, view: RequestView) -> None:
@@ -80,7 +79,10 @@ class Beliefs:
     def take_events(self) -> list[OffloadingEvent]:
         return self._events.take()
 
-    def _restored(self, wire: bytes) -> None:
-        if wire in self._removed:
-            self._removed.discard(wire)
-            self._changes += 1
+    def _restored(self, wires: Iterable[bytes]) -> None:
+        if not len(self._removed):
+            return
+        for wire in wires:
+            if wire in self._removed:
+                self._removed.discard(wire)
+                self._changes += 1

@@ -187,6 +187,9 @@ class Board:
 
     def flush(self) -> None:
         """The step's changes are complete: send them as one batch."""
+        if not self._changes and not self._missing():
+            # Without the lock: orders come from the caller's own thread, the agent flushes its own.
+            return
         with self._wake:
             self._flush = self._flush or bool(self._changes)
             if self._flush or self._missing():

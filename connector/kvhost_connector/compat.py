@@ -9,9 +9,12 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 SUPPORTED = ((0, 32), (0, 33))
+
+# Versions in which `IdleRequests` knows what native does with a request in a step.
+_TRIMMED = ((0, 32),)
 
 _OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
 
@@ -148,6 +151,7 @@ class SchedulerHalf:
     def __init__(self, half: Any) -> None:
         _check_instance(half, _SCHEDULER_NAMES)
         self._half = half
+        self._idle = IdleRequests(half) if vllm_version() in _TRIMMED else None
 
     @property
     def manager(self) -> Any:
@@ -188,6 +192,21 @@ class SchedulerHalf:
         status.update_offload_keys()
         return [group.offload_keys for group in status.group_states]
 
+    def what_matters(self, scheduler_output: Any) -> Any:
+        """A step's output without the requests in which native would look for something to do and find
+        nothing. It goes through all of them in every step; most only decode."""
+        return self._idle.leave_out(scheduler_output) if self._idle is not None else scheduler_output
+
+    def awaken(self, req_id: str) -> None:
+        """Native may move this request's progress in storing back, or forgets it: it is looked at again."""
+        if self._idle is not None:
+            self._idle.awaken(req_id)
+
+    def awaken_all(self) -> None:
+        """The same, of all requests."""
+        if self._idle is not None:
+            self._idle.awaken_all()
+
     def undelivered_loads(self) -> list[str]:
         """Requests that were promised a load which no metadata has carried to the workers yet."""
         return [job.req_id for job in self._half._current_batch_load_jobs.values()]
@@ -195,6 +214,7 @@ class SchedulerHalf:
     def rewind_stored(self, req_id: str, group: int, chunk: int) -> None:
         """Lets native offer the chunks from `chunk` on again, in this step or the next."""
         status = self.status(req_id)
+        self.awaken(req_id)
         if status is not None:
             state = status.group_states[group]
             state.next_stored_chunk_idx = min(state.next_stored_chunk_idx, chunk)
@@ -215,12 +235,89 @@ class SchedulerHalf:
         half._stale_job_threshold = half._job_counter
         half._jobs.clear()
         half._req_status.clear()
+        self.awaken_all()
         half._current_batch_load_jobs.clear()
         half._current_batch_jobs_to_flush.clear()
         half._current_batch_allocated_block_ids.clear()
         half._block_id_to_pending_jobs.clear()
         if half._chunks_being_loaded is not None:
             half._chunks_being_loaded.clear()
+
+
+class CachedRequests(NamedTuple):
+    """What native reads of vLLM's CachedRequestData."""
+
+    req_ids: list[str]
+    new_block_ids: list[Any]
+    resumed_req_ids: Any
+
+
+class TrimmedOutput:
+    """A SchedulerOutput with fewer requests; everything else is the original's."""
+
+    __slots__ = ("_output", "num_scheduled_tokens", "scheduled_cached_reqs")
+
+    def __init__(self, output: Any, scheduled: dict[str, int], cached: CachedRequests) -> None:
+        self._output = output
+        self.num_scheduled_tokens = scheduled
+        self.scheduled_cached_reqs = cached
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._output, name)
+
+
+class IdleRequests:
+    """Requests whose whole prompt native has offered to be stored, where prompts alone are stored.
+
+    In a step, native does two things with a running request: it notes new blocks, and looks for chunks behind
+    `next_stored_chunk_idx` up to the end of what was computed, or of the prompt. With the index at the end of
+    the prompt the second finds nothing. It moves back only when a load is allocated, which a lookup precedes,
+    at a reset, and when we move it: `awaken` in each of these cases. What finished is never left out.
+    """
+
+    def __init__(self, half: Any) -> None:
+        self._half = half
+        self._prompts_only = bool(half.config.offload_prompt_only)
+        self._tokens = [int(group.tokens_per_chunk) for group in half.config.kv_group_configs]
+        # With the length of the prompt: a session that goes on has a longer one.
+        self._idle: dict[str, tuple[Any, int]] = {}
+
+    def awaken(self, req_id: str) -> None:
+        self._idle.pop(req_id, None)
+
+    def awaken_all(self) -> None:
+        self._idle.clear()
+
+    def leave_out(self, output: Any) -> Any:
+        if not self._prompts_only:
+            return output
+        idle = self._idle
+        scheduled = {}
+        for req_id, count in output.num_scheduled_tokens.items():
+            known = idle.get(req_id)
+            if known is not None and known[0].num_prompt_tokens == known[1]:
+                continue
+            if not self._becomes_idle(req_id):
+                scheduled[req_id] = count
+        cached = output.scheduled_cached_reqs
+        resumed = cached.resumed_req_ids
+        req_ids, new_blocks = [], []
+        for req_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if blocks is not None or req_id in scheduled or req_id in resumed:
+                req_ids.append(req_id)
+                new_blocks.append(blocks)
+        return TrimmedOutput(output, scheduled, CachedRequests(req_ids, new_blocks, resumed))
+
+    def _becomes_idle(self, req_id: str) -> bool:
+        status = self._half._req_status.get(req_id)
+        if status is None:
+            return False
+        prompt = int(status.req.num_prompt_tokens)
+        for tokens, state in zip(self._tokens, status.group_states, strict=True):
+            if state.next_stored_chunk_idx < prompt // tokens:
+                return False
+        self._idle[req_id] = (status.req, prompt)
+        return True
 
 
 class WorkerHalf:

@@ -66,6 +66,8 @@ class HostManager(OffloadingManager):
         self.spec: Any = None
         # Set by the scheduler half: exported with what is counted here.
         self.gauges: stats.Gauges = {}
+        # Gauges as they were exported last: they keep their values.
+        self._told: tuple[bool, stats.Gauges] | None = None
         self._views: dict[str, RequestView] = {}
         self._beliefs = Beliefs(events=events)
         self._board: Board | None = None
@@ -98,6 +100,10 @@ class HostManager(OffloadingManager):
     def view(self, req_id: str) -> RequestView | None:
         """What is known of a request; None when it never began, or is forgotten."""
         return self._views.get(req_id)
+
+    def still_waits(self, view: RequestView) -> bool:
+        """Whether an answer is on its way, and nothing else is to be done."""
+        return self._matching is not None and self._matching.still_waits(view)
 
     def must_wait(self, view: RequestView, computed: int) -> bool:
         """Whether native must not be asked yet: an answer is on its way. `computed`: tokens on the device."""
@@ -179,7 +185,8 @@ class HostManager(OffloadingManager):
     def _absorb_news(self) -> None:
         if self._board is None or self._transferring is None:
             return
-        if self._beliefs.absorb(self._board.take_news()):
+        news = self._board.take_news()
+        if news and self._beliefs.absorb(news):
             self._transferring.new_epoch()
 
     # What native asks.
@@ -241,4 +248,8 @@ class HostManager(OffloadingManager):
     def get_stats(self) -> Any:
         if self._board is None:
             return None
-        return stats.collect(self._board.counters, self._board.usable, self.gauges)
+        told = self._board.usable, self.gauges
+        if told == self._told and not self._board.counters.any:
+            return None
+        self._told = told
+        return stats.collect(self._board.counters, *told)

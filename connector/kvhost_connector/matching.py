@@ -46,6 +46,11 @@ class Matching:
         view.phase = Phase.ASKED
         return True
 
+    def still_waits(self, view: RequestView) -> bool:
+        """Whether an answer is on its way and may be: nothing else about the request matters before."""
+        ticket = view.ticket
+        return ticket is not None and ticket.state is TicketState.WAITING and not self._board.overdue(ticket)
+
     def must_wait(self, view: RequestView, computed: int) -> bool:
         """Whether native must not be asked yet: an answer is on its way. `computed`: tokens on the device."""
         self._settle(view)
@@ -92,7 +97,7 @@ class Matching:
         if view.phase is Phase.PINNED:
             return False
         keys = [key for key in view.hits if _covers(view, context, key, computed, computed + found)]
-        view.ticket = self._board.ask(view.grouped(keys), pin=True)
+        view.ticket = self._board.ask(view.grouped(keys), pin=True, request=view.req_id)
         if view.ticket is None:
             view.phase = Phase.IDLE
             view.blind_until = self._clock() + BLIND_S
@@ -104,6 +109,8 @@ class Matching:
 
     def let_go(self, view: RequestView) -> None:
         """Back to the beginning; what is held or asked for goes back."""
+        if view.phase is Phase.IDLE and view.ticket is None and not view.pins:
+            return
         if view.ticket is not None:
             self._board.drop(view.ticket)
         if view.pins and view.authority is not None:

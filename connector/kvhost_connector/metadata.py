@@ -6,7 +6,7 @@ Down with every step: `StepMetadata` with jobs whose host side is a `SlotSpec`. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import NewType
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -78,6 +78,10 @@ class SlotSpec(LoadStoreSpec):
     slots: tuple[int, ...]
     store_ids: tuple[int, ...] = ()
     problem: str = ""
+
+
+NATIVE_FIELDS = tuple(entry.name for entry in fields(OffloadingConnectorMetadata))
+"""What native's own metadata holds."""
 
 
 @dataclass

@@ -117,14 +117,18 @@ class Counters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values = dict.fromkeys(self.NAMES, 0)
+        self.any = False
+        """Whether anything was counted since `take`."""
 
     def add(self, name: str, count: int = 1) -> None:
         with self._lock:
             self._values[name] += count
+            self.any = True
 
     def take(self) -> dict[str, int]:
         """Counts since the last call; those that are 0 are left out."""
         with self._lock:
+            self.any = False
             taken = {name: count for name, count in self._values.items() if count}
             self._values = dict.fromkeys(self.NAMES, 0)
         return taken

@@ -9,7 +9,7 @@ What is looked up in KNOWN is advice. What is looked up in PINNED is what is hel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -76,24 +76,24 @@ class RequestView:
 
     def place(self, key: bytes, end_token: int) -> tuple[int, int]:
         """(position of the group, index of the chunk in it) of a key that ends at this token."""
+        if len(self.groups) == 1:
+            return 0, -(-end_token // self.groups[0].tokens_per_chunk) - 1
         group_id = int.from_bytes(key[-4:], "big")
         for position, group in enumerate(self.groups):
             if group.id == group_id:
                 return position, -(-end_token // group.tokens_per_chunk) - 1
         raise KeyError(f"group {group_id} is not offloaded")
 
-    def chunk(self, key: bytes, end_token: int) -> Chunk:
+    def chunk(self, key: bytes, position: int, index: int) -> Chunk:
         """The chunk with its parent: the one before it, in groups that are looked up by prefix (I10)."""
-        position, index = self.place(key, end_token)
         group = self.groups[position]
         parent = b""
         if group.prefix and 0 < index <= len(self.chains[position]):
             parent = self.wire(self.chains[position][index - 1])
         return Chunk(group.id, self.wire(key), parent)
 
-    def is_cut_off(self, key: bytes, end_token: int) -> bool:
+    def is_cut_off(self, position: int, index: int) -> bool:
         """Whether a chunk before this one was removed: by prefix this one could not be found."""
-        position, index = self.place(key, end_token)
         cut = self.cuts[position] if self.cuts else None
         return cut is not None and index > cut
 
@@ -147,6 +147,14 @@ class StoredKeys:
         self._keys[key] = None
         if len(self._keys) > self._limit:
             del self._keys[next(iter(self._keys))]
+
+    def add_all(self, keys: Iterable[bytes]) -> None:
+        known = self._keys
+        for key in keys:
+            known.pop(key, None)
+            known[key] = None
+        while len(known) > self._limit:
+            del known[next(iter(known))]
 
     def discard(self, key: bytes) -> None:
         self._keys.pop(key, None)

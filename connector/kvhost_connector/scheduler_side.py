@@ -7,7 +7,6 @@ without the cache (contract 19).
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
 import secrets
@@ -23,7 +22,7 @@ from kvhost_connector.agent import Agent
 from kvhost_connector.board import Board
 from kvhost_connector.config import ConnectorConfig
 from kvhost_connector.manager import HostManager
-from kvhost_connector.metadata import StepMetadata, WorkerMetadata, WorkerReport
+from kvhost_connector.metadata import NATIVE_FIELDS, StepMetadata, WorkerMetadata, WorkerReport
 from kvhost_connector.namespace import (
     EngineParts,
     Group,
@@ -203,10 +202,14 @@ class SchedulerSide:
         try:
             if view is None:
                 # Unknown to us: all its keys are misses, but native must be asked (contract 8).
+                self._native.awaken(request.request_id)
                 return native(request, computed)
+            if self.manager.still_waits(view):
+                return WAIT
             self._let_store(request, computed)
             if self._preemption_unseen(request, view):
                 return WAIT
+            self._native.awaken(request.request_id)
             self._native.key_chains(request.request_id)
             if self.manager.must_wait(view, computed):
                 return WAIT
@@ -245,6 +248,7 @@ class SchedulerSide:
         if view is not None:
             self.manager.end(view)
         self._held_back.pop(request.request_id, None)
+        self._native.awaken(request.request_id)
         if self._broken:
             self.manager.forget(request.request_id)
             return False, None
@@ -271,7 +275,7 @@ class SchedulerSide:
         if not self._broken:
             try:
                 self._offer_again(windowed=False)
-                meta = native(output)
+                meta = native(self._native.what_matters(output))
                 self.manager.delivered()
                 self._offer_again(windowed=True)
                 self.manager.drop_shortfalls()
@@ -291,7 +295,7 @@ class SchedulerSide:
         self.manager.flush()
         if meta is None:
             return StepMetadata({}, {}, None, epoch=self.manager.epoch, failed_requests=failed)
-        fields = {field.name: getattr(meta, field.name) for field in dataclasses.fields(meta)}
+        fields = {name: getattr(meta, name) for name in NATIVE_FIELDS}
         return StepMetadata(**fields, epoch=self.manager.epoch, failed_requests=failed)
 
     def output(self, connector_output: Any, native: Callable[[Any], None]) -> None:
@@ -336,6 +340,7 @@ class SchedulerSide:
         self._weights = fresh or f"unnamed {secrets.token_hex(16)}"
         self._used_versions.add(self._weights)
         self.manager.reset(self._weights)
+        self._native.awaken_all()
         # What the device still caches now was computed before.
         self._old_blocks = compat.cached_block_hashes(self._block_pool)
         if self._broken:

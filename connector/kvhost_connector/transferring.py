@@ -28,6 +28,19 @@ class Shortfall(NamedTuple):
     chunk: int
 
 
+class Offered(NamedTuple):
+    """A chunk that native offers to be stored: where it ends, and its place in the request."""
+
+    key: OffloadKey
+    end: int
+    position: int
+    chunk: int
+
+
+def _nothing() -> PrepareStoreOutput:
+    return PrepareStoreOutput([], refusal("nothing is stored"), [])
+
+
 def refusal(why: str) -> SlotSpec:
     """The host side of a job that must be reported failed."""
     return SlotSpec(TransferId(0), Epoch(0), 0, 0, 0, (), problem=why)
@@ -83,46 +96,54 @@ class Transferring:
         The rest is owed: native would not offer it again by itself, and refusing it all would have native
         log a warning in every step (contract 14).
         """
-        nothing = PrepareStoreOutput([], refusal("nothing is stored"), [])
         authority = self._board.authority
-        ends = {key: context.get_offload_key_position(key) or 0 for key in keys}
-        self._beliefs.mark_cuts(view)
-        wanted = [key for key in keys if self._is_wanted(view, key, ends[key])]
+        wanted = self._wanted(view, keys, context) if authority is not None else []
         if not wanted or authority is None:
-            return nothing
+            return _nothing()
         grants = self._board.stock.take(authority.serial, len(wanted))
-        accepted = set(wanted)
+        chosen = wanted
         if len(grants) < len(wanted):
             # A prefix of every group, as far as possible to the same token: a hit needs all groups.
-            accepted = set(sorted(wanted, key=lambda key: ends[key])[: len(grants)])
-            self._fall_short(view, [key for key in wanted if key not in accepted], ends)
+            nearest = sorted(wanted, key=lambda chunk: chunk.end)
+            self._fall_short(view, nearest[len(grants) :])
+            accepted = {place.key for place in nearest[: len(grants)]}
+            chosen = [place for place in wanted if place.key in accepted]
         if not grants:
-            return nothing
-        chosen = [key for key in wanted if key in accepted]
-        chunks = [view.chunk(key, ends[key]) for key in chosen]
-        self._beliefs.storing({chunk.key: key for chunk, key in zip(chunks, chosen, strict=True)})
+            return _nothing()
+        accepted_keys = [place.key for place in chosen]
+        chunks = [view.chunk(place.key, place.position, place.chunk) for place in chosen]
+        self._beliefs.storing({chunk.key: key for chunk, key in zip(chunks, accepted_keys, strict=True)})
         transfer = self._table.open_store(
             authority,
             self.epoch,
             req_id=view.req_id,
-            keys=tuple(chosen),
+            keys=tuple(accepted_keys),
             chunks=tuple(chunks),
             grants=tuple(grants),
         )
         stores = [grant.store_id for grant in grants]
         self._board.assign(authority, list(map(StoreOf, stores, chunks)))
-        return PrepareStoreOutput(chosen, _spec(transfer, [grant.slot for grant in grants], stores), [])
+        return PrepareStoreOutput(
+            accepted_keys, _spec(transfer, [grant.slot for grant in grants], stores), []
+        )
 
-    def _is_wanted(self, view: RequestView, key: bytes, end: int) -> bool:
-        """Whether a chunk is worth a slot: nobody has or writes it, and a lookup could reach it."""
-        wire = view.wire(key)
-        taken = self._beliefs.stored(wire) or wire in self._table.storing
-        return not taken and not view.is_cut_off(key, end)
+    def _wanted(self, view: RequestView, keys: Collection[OffloadKey], context: ReqContext) -> list[Offered]:
+        """The chunks that are worth a slot: nobody has or writes them, and a lookup could reach them."""
+        self._beliefs.mark_cuts(view)
+        wanted = []
+        for key in keys:
+            wire = view.wire(key)
+            if wire in self._table.storing or self._beliefs.stored(wire):
+                continue
+            end = context.get_offload_key_position(key) or 0
+            position, index = view.place(key, end)
+            if not view.is_cut_off(position, index):
+                wanted.append(Offered(key, end, position, index))
+        return wanted
 
-    def _fall_short(self, view: RequestView, left: Sequence[OffloadKey], ends: dict[OffloadKey, int]) -> None:
+    def _fall_short(self, view: RequestView, left: Sequence[Offered]) -> None:
         self._board.counters.add("stores_without_grant", len(left))
-        for key in left:
-            position, index = view.place(key, ends[key])
+        for _, _, position, index in left:
             place = (view.req_id, position)
             self._owed[place] = min(self._owed.get(place, index), index)
 
@@ -132,8 +153,10 @@ class Transferring:
         Blocks of full attention stay with their request: they may be offered whenever a grant is there. Those
         of a window may be given to somebody else: only in the very next step.
         """
+        if not self._owed:
+            return []
         hope = self._board.grants_to_come if windowed else len(self._board.stock) > 0
-        if not self._owed or not hope:
+        if not hope:
             return []
         due = [
             Shortfall(req_id, position, chunk)
@@ -146,6 +169,8 @@ class Transferring:
 
     def drop_shortfalls(self) -> None:
         """Windowed chunks that were not offered again in time, and those of requests that are over."""
+        if not self._owed:
+            return
         self._owed = {
             (req_id, position): chunk
             for (req_id, position), chunk in self._owed.items()

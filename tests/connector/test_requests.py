@@ -20,11 +20,11 @@ def view(adapter: bytes = b"") -> RequestView:
 
 def test_the_parent_of_a_chunk_is_the_one_before_it_in_full_attention_only() -> None:
     made = view()
-    assert made.chunk(key(1), 16) == Chunk(0, key(1), b"")
-    assert made.chunk(key(3), 48) == Chunk(0, key(3), key(2))
-    assert made.chunk(key(2, 3), 64) == Chunk(3, key(2, 3), b"")
+    assert made.chunk(key(1), *made.place(key(1), 16)) == Chunk(0, key(1), b"")
+    assert made.chunk(key(3), *made.place(key(3), 48)) == Chunk(0, key(3), key(2))
+    assert made.chunk(key(2, 3), *made.place(key(2, 3), 64)) == Chunk(3, key(2, 3), b"")
     # A partly filled chunk continues the last full one.
-    assert made.chunk(key(9), 48 + 5) == Chunk(0, key(9), key(3))
+    assert made.chunk(key(9), *made.place(key(9), 48 + 5)) == Chunk(0, key(9), key(3))
 
 
 def test_questions_name_groups_and_how_they_are_looked_up() -> None:
@@ -54,7 +54,7 @@ def test_an_adapter_is_in_every_key_that_leaves_and_in_parents() -> None:
         assert not set(query.keys) & set(other.keys)
         assert {len(sent) for sent in other.keys} == {36}
         assert {sent[-4:] for sent in other.keys} == {sent[-4:] for sent in query.keys}
-    chunk = adapted.chunk(key(2), 32)
+    chunk = adapted.chunk(key(2), *adapted.place(key(2), 32))
     assert chunk.parent == adapted.wire(key(1)) != key(1)
 
 
@@ -63,18 +63,18 @@ def test_what_comes_behind_a_removed_chunk_is_cut_off() -> None:
     removed.add(key(3))
     removed.add(key(1, 3))
     made.find_cuts(removed, 1)
-    assert [made.is_cut_off(key(number), 16 * number) for number in range(1, 6)] == [
+    assert [made.is_cut_off(*made.place(key(number), 16 * number)) for number in range(1, 6)] == [
         *(False, False, False),
         *(True, True),
     ]
     # A window needs nothing before it.
-    assert not made.is_cut_off(key(3, 3), 96)
+    assert not made.is_cut_off(*made.place(key(3, 3), 96))
     # Nothing is looked at again until something else is removed.
     removed.discard(key(3))
     made.find_cuts(removed, 1)
-    assert made.is_cut_off(key(5), 80)
+    assert made.is_cut_off(*made.place(key(5), 80))
     made.find_cuts(removed, 2)
-    assert not made.is_cut_off(key(5), 80)
+    assert not made.is_cut_off(*made.place(key(5), 80))
 
 
 def test_beliefs_are_bounded_and_the_oldest_goes() -> None:
