@@ -1,18 +1,21 @@
 """The Python 3.12 environment of `make test-tpu`: tpu-inference and vLLM for TPU, on JAX CPU devices.
 
-About 11 GB and five minutes, so it is kept per user (scripts/user_cache.py), named after the versions
-in it, and used by every checkout: kvhost itself is not installed there but comes in by PYTHONPATH.
+About 11 GB and five minutes, so it is kept per user (scripts/user_cache.py), named after the engine's
+version, and used by every checkout: kvhost itself is not installed there but comes in by PYTHONPATH.
 Prints the path of its Python as the last line of standard output.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import shutil
 import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.user_cache import cache_root, made_once, pip_install
@@ -53,7 +56,7 @@ def environment() -> Path:
     Raises NoPython where there is no Python 3.12, RuntimeError with pip's last words when it fails.
     """
     base, version = python_3_12()
-    wanted = requirements()
+    engine, others = requirements()
 
     def make(folder: Path) -> None:
         print(
@@ -64,16 +67,31 @@ def environment() -> Path:
         start = time.monotonic()
         subprocess.run([base, "-m", "venv", "--without-pip", str(folder)], check=True)
         pip_install(folder / "bin" / "python", FREE_OF_BYTECODE, *BASE)
-        pip_install(folder / "bin" / "python", FREE_OF_BYTECODE, *wanted)
+        pip_install(folder / "bin" / "python", FREE_OF_BYTECODE, engine)
         print(f"setup-tpu: ready after {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
 
-    return made_once("tpu", [version, BASE, wanted], make) / "bin" / "python"
+    folder = made_once("tpu", [version, BASE, engine], make)
+    add(folder, engine, others)
+    return folder / "bin" / "python"
 
 
-def requirements() -> list[str]:
-    """What is installed: the engine, what kvhost needs, and what the tests need."""
+def add(folder: Path, engine: str, others: Sequence[str]) -> None:
+    """Installs what this checkout needs beside the engine and is not there yet. Seconds."""
+    stamp = folder / "kvhost-needs.json"
+    with (folder / ".kvhost.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        there = set(json.loads(stamp.read_text())) if stamp.exists() else set()
+        if not there.issuperset(others):
+            # The engine is named again, so that nothing can replace it.
+            pip_install(folder / "bin" / "python", FREE_OF_BYTECODE, engine, *others)
+            stamp.write_text(json.dumps(sorted({*there, *others})))
+
+
+def requirements() -> tuple[str, list[str]]:
+    """The engine, and what kvhost and the tests need beside it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    return [*project["dependency-groups"]["tpu"], *project["project"]["dependencies"]]
+    engine, *tools = project["dependency-groups"]["tpu"]
+    return engine, [*tools, *project["project"]["dependencies"]]
 
 
 def python_3_12() -> tuple[str, str]:

@@ -6,6 +6,7 @@ nothing crosses between devices. Rows are unsigned numbers: they are moved, neve
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ Progress = Callable[[int, int, float], None]
 """Programs done, programs in all, seconds since the first."""
 
 
+@functools.cache
 def moves_exactly(dtype: Any) -> bool:
     """Whether this backend keeps every bit of such numbers when blocks are picked and placed.
 
