@@ -93,6 +93,10 @@ class Attachment:
                 self.grow(namespace)
                 return
 
+    def take_free(self, session: Session, namespace: Namespace, most: int) -> list[SlotIndex]:
+        """Free slots that this session may write, at most so many; the rest is for `take` to find."""
+        return namespace.table.take_free(session.usable_rows, most)
+
     def take(self, session: Session, namespace: Namespace, tail: SlotIndex | None = None) -> SlotIndex | None:
         """A slot that this session may write, or None. `tail` holds the chunk that the new one continues."""
         table = namespace.table

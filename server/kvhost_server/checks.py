@@ -1,14 +1,13 @@
 """Checks on keys and chunks that a peer names (I13)."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvhost_server.errors import Code, Refused
 from kvhost_server.ids import ChunkKey
 from kvhost_server.namespace import Namespace
 
 
-@dataclass(frozen=True)
-class ChunkRequest:
+class ChunkRequest(NamedTuple):
     """A chunk that a session wants to write, or has written."""
 
     group: int

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvhost_server.ids import ChunkKey, MappingId, NamespaceNumber, SegmentId, SessionNumber, StoreId
 
@@ -45,14 +45,12 @@ class Ended:
 Notice = Mapped | Recall | Fenced | Resync | Ended
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     key: ChunkKey
     parent: ChunkKey | None
 
 
-@dataclass(frozen=True)
-class Evicted:
+class Evicted(NamedTuple):
     key: ChunkKey
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import grpc
 
 from kvhost_proto.v1 import cache_pb2, cache_pb2_grpc, common_pb2
+from kvhost_server import slices
 from kvhost_server.decoding import Malformed, refuse_malformed
 from kvhost_server.errors import Code, Refused
 from kvhost_server.exchange import Handler, answer
@@ -295,7 +296,8 @@ class CacheService(cache_pb2_grpc.CacheServicer):
                 Code.RESOURCE_EXHAUSTED,
                 f"{request.count + len(request.chunks)} slots in one call; allowed are {MAX_KEYS_PER_CALL}",
             )
-        given = self._manager.writing.reserve(session, request.count, [chunk_of(c) for c in request.chunks])
+        chunks = [chunk_of(chunk) for chunk in request.chunks]
+        given = await slices.reserve(self._manager, request.session_id, request.count, chunks)
         return cache_pb2.ReserveReply(
             stamp=self._stamp(session),
             store_ids=[store for store, _ in given.grants],
@@ -329,12 +331,16 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             ((StoreId(abort.store_id), abort.unquiet_ranks) for abort in request.aborts),
             lambda store, refused: fault("ITEM_KIND_ABORT", store, refused),
         )
-        for store in request.assigns:
+        for place, store in enumerate(request.assigns, 1):
+            if place % slices.ITEMS_PER_SLICE == 0:
+                session = await slices.others_first(manager, request.session_id)
             try:
                 writing.assign(session, StoreId(store.store_id), chunk_of(store.chunk))
             except Refused as refused:
                 fault("ITEM_KIND_ASSIGN", store.store_id, refused)
-        for store in request.commits:
+        for place, store in enumerate(request.commits, 1):
+            if place % slices.ITEMS_PER_SLICE == 0:
+                session = await slices.others_first(manager, request.session_id)
             try:
                 if not writing.commit(session, StoreId(store.store_id), chunk_of(store.chunk)):
                     reply.superseded.append(store.store_id)

@@ -1,7 +1,7 @@
 """A session and what it holds: pins, grants, and the bounds on both (I5)."""
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvhost_server.ids import ChunkKey, MappingId, PinId, SessionNumber, SlotIndex, StoreId
 from kvhost_server.namespace import Namespace
@@ -18,8 +18,7 @@ class PeerIdentity(Protocol):
     def instance_id(self) -> bytes: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(NamedTuple):
     """The right to write one slot, once. `key` is None while it is not known what will be written."""
 
     namespace: Namespace

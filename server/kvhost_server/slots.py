@@ -56,7 +56,7 @@ class ChunkTable:
         self.checksums: dict[SlotIndex, int] = {}
         self.policy: Policy = POLICIES[policy](self)
         self._on_removed = on_removed
-        self._free: list[list[SlotIndex]] = []
+        self._free: list[array[int]] = []
         self._rows_with_free: set[int] = set()
         self._now = 0
         self._state = bytearray()
@@ -79,14 +79,14 @@ class ChunkTable:
         n = self.slots_per_row
         row = next((i for i, s in enumerate(self.rows) if s is None), len(self.rows))
         first = row * n
-        free = [SlotIndex(slot) for slot in range(first + n - 1, first - 1, -1)]
+        free = array("i", range(first + n - 1, first - 1, -1))
         if row == len(self.rows):
             self.rows.append(segment)
             self.row_held.append(0)
             self.row_used_at.append(self._now)
             self._free.append(free)
             self._state.extend(bytes([SlotState.FREE]) * n)
-            zeros, nones = bytes(8 * n), [-1] * n
+            zeros, nones = bytes(8 * n), array("i", [-1]) * n
             self._holds.frombytes(zeros[: 4 * n])
             self._stamp.frombytes(zeros)
             self._children.frombytes(zeros[: 4 * n])
@@ -108,14 +108,15 @@ class ChunkTable:
         """
         if self.row_held[row]:
             raise IntegrityError(f"row {row} is given up with {self.row_held[row]} held slots")
-        dropped = 0
-        first = row * self.slots_per_row
-        for slot in range(first, first + self.slots_per_row):
-            if self._state[slot] == SlotState.READY:
-                self.evict(SlotIndex(slot))
-                dropped += 1
-            self._state[slot] = SlotState.VACANT
-        self._free[row] = []
+        dropped, n = 0, self.slots_per_row
+        first, end = row * n, (row + 1) * n
+        slot = self._state.find(SlotState.READY, first, end)
+        while slot >= 0:
+            self.evict(SlotIndex(slot))
+            dropped += 1
+            slot = self._state.find(SlotState.READY, slot + 1, end)
+        self._state[first:end] = bytes([SlotState.VACANT]) * n
+        self._free[row] = array("i")
         self._rows_with_free.discard(row)
         self.rows[row] = None
         return dropped
@@ -231,7 +232,7 @@ class ChunkTable:
         """
         for row in self._rows_with_free:
             if row in rows:
-                return self._grant(self._free[row][-1])
+                return self._grant(SlotIndex(self._free[row][-1]))
         passed: list[SlotIndex] = []
         taken = None
         chain: set[SlotIndex] | None = None
@@ -248,6 +249,24 @@ class ChunkTable:
             passed.append(victim)
         for slot in passed:
             self.policy.offer(slot)
+        return taken
+
+    def take_free(self, rows: set[int], most: int) -> list[SlotIndex]:
+        """So many free slots in these rows to write into, as far as there are any; nothing is evicted."""
+        taken: list[SlotIndex] = []
+        state = self._state
+        for row in self._rows_with_free & rows:
+            free = self._free[row]
+            part = free[-(most - len(taken)) :] if len(taken) < most else ()
+            if not part:
+                break
+            del free[-len(part) :]
+            if not free:
+                self._rows_with_free.discard(row)
+            for slot in part:
+                state[slot] = SlotState.GRANTED
+            self.row_held[row] += len(part)
+            taken += map(SlotIndex, reversed(part))
         return taken
 
     def publish(

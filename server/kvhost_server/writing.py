@@ -1,7 +1,7 @@
 """Taking slots and publishing chunks: reserve, assign, commit, abort."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 
 from kvhost_server.attachment import Attachment
@@ -36,6 +36,15 @@ class Reservation:
     pending: bool
     reason: str
 
+    def and_then(self, more: "Reservation") -> "Reservation":
+        """This one and what was given after it."""
+        return Reservation(
+            self.grants + more.grants,
+            self.chunks + more.chunks,
+            self.pending or more.pending,
+            more.reason or self.reason,
+        )
+
 
 class Writing:
     """What a session may write, and when it is published (I2, I5)."""
@@ -59,8 +68,7 @@ class Writing:
             raise Refused(
                 Code.UNAVAILABLE, f"the daemon is {self._books.state.name.lower()}: no slots are granted now"
             )
-        for chunk in chunks:
-            check_chunk(namespace, chunk)
+        self.check(session, chunks)
         if not session.ready:
             ranks = namespace.spec.layout.ranks
             if not namespace.segments:
@@ -71,26 +79,32 @@ class Writing:
         bounds = self._books.bounds(session)
         reasons: list[str] = []
         answers = [self._reserve_chunk(session, namespace, chunk, bounds, reasons) for chunk in chunks]
-        grants: list[tuple[StoreId, int]] = []
-        while len(grants) < count:
-            if session.unassigned >= bounds.unassigned or self._books.held(session) >= bounds.grants:
-                self._books.counters["bound_reached"] += 1
-                reasons.append(
-                    f"the session holds {self._books.held(session)} slots, {session.unassigned} ahead; "
-                    f"its bounds are {bounds.grants} and {bounds.unassigned}"
-                )
-                break
-            slot = self._attachment.take(session, namespace)
-            if slot is None:
-                reasons.append(self._no_space(namespace))
-                break
-            grants.append(self._grant(session, namespace, slot, None))
+        held = self._books.held(session)
+        room = max(0, min(count, bounds.unassigned - session.unassigned, bounds.grants - held))
+        slots = self._attachment.take_free(session, namespace, room)
+        while len(slots) < room and (slot := self._attachment.take(session, namespace)) is not None:
+            slots.append(slot)
+        if len(slots) < room:
+            reasons.append(self._no_space(namespace))
+        elif room < count:
+            self._books.counters["bound_reached"] += 1
+            reasons.append(
+                f"the session holds {held + room} slots, {session.unassigned + room} ahead; "
+                f"its bounds are {bounds.grants} and {bounds.unassigned}"
+            )
+        grants = self._grant_ahead(session, namespace, slots)
         self._attachment.grow_ahead(session, namespace, count + len(chunks))
         if reasons:
             session.refused_at, session.refused_why = self._books.clock(), reasons[-1]
             self._recall_others(session, namespace)
         pending = bool(reasons) and (namespace.expecting or not session.all_usable)
         return Reservation(grants, answers, pending, reasons[-1] if reasons else "")
+
+    def check(self, session: Session, chunks: Iterable[ChunkRequest]) -> None:
+        """Raises `Refused` for a chunk that the session's namespace cannot have, or without a namespace."""
+        namespace = self._books.namespace_of(session)
+        for chunk in chunks:
+            check_chunk(namespace, chunk)
 
     def assign(self, session: Session, store: StoreId, chunk: ChunkRequest) -> None:
         """A slot taken ahead is being written with this chunk.
@@ -105,7 +119,7 @@ class Writing:
             raise Refused(Code.FAILED_PRECONDITION, f"store {store} is {found}")
         check_chunk(grant.namespace, chunk)
         parent = parent_of(grant.namespace, chunk)
-        session.grants[store] = replace(grant, key=chunk.key, parent=parent)
+        session.grants[store] = grant._replace(key=chunk.key, parent=parent)
         session.unassigned -= 1
         self._books.writing[grant.namespace.number][chunk.key] += 1
 
@@ -232,23 +246,26 @@ class Writing:
             reasons.append(self._no_space(namespace))
             self._books.fates.not_stored(namespace.number, chunk.key, Cause.NO_SPACE)
             return ReserveStatus.NO_SPACE, nothing, 0
-        store, wire = self._grant(session, namespace, slot, chunk)
-        return ReserveStatus.RESERVED, store, wire
-
-    def _grant(
-        self, session: Session, namespace: Namespace, slot: SlotIndex, chunk: ChunkRequest | None
-    ) -> tuple[StoreId, int]:
         self._last_store += 1
         store = StoreId(self._last_store)
-        if chunk is None:
-            session.grants[store] = Grant(namespace, slot, namespace.generation)
-            session.unassigned += 1
-        else:
-            parent = parent_of(namespace, chunk)
-            session.grants[store] = Grant(namespace, slot, namespace.generation, chunk.key, parent)
-            self._books.writing[namespace.number][chunk.key] += 1
+        parent_key = parent_of(namespace, chunk)
+        session.grants[store] = Grant(namespace, slot, namespace.generation, chunk.key, parent_key)
+        self._books.writing[namespace.number][chunk.key] += 1
         self._books.counters["granted_slots"] += 1
-        return store, namespace.table.wire(slot)
+        return ReserveStatus.RESERVED, store, namespace.table.wire(slot)
+
+    def _grant_ahead(
+        self, session: Session, namespace: Namespace, slots: Sequence[SlotIndex]
+    ) -> list[tuple[StoreId, int]]:
+        """Grants for chunks that are not known yet."""
+        generation, grants = namespace.generation, session.grants
+        stores = [StoreId(self._last_store + 1 + place) for place in range(len(slots))]
+        self._last_store += len(slots)
+        for store, slot in zip(stores, slots, strict=True):
+            grants[store] = Grant(namespace, slot, generation)
+        session.unassigned += len(slots)
+        self._books.counters["granted_slots"] += len(slots)
+        return list(zip(stores, namespace.table.wires(slots), strict=True))
 
     def _no_space(self, namespace: Namespace) -> str:
         self._books.counters["no_space"] += 1
