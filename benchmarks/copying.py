@@ -105,11 +105,10 @@ class Floors:
 
     def paged(self, order: npt.NDArray[np.int64], images: npt.NDArray[np.int64]) -> tuple[Spent, Spent]:
         """Stores and loads page by page. Blocks come back to where they were."""
-        blocks = order.tolist()
-        addresses = (self._scratch.ctypes.data + images * self._group.block_bytes).tolist()
+        addresses = self._scratch.ctypes.data + images * self._group.block_bytes
         return (
-            spent(lambda: self._copier.copy(self._group, "store", blocks, addresses)),
-            spent(lambda: self._copier.copy(self._group, "load", blocks, addresses)),
+            spent(lambda: self._copier.copy(self._group, "store", order, addresses)),
+            spent(lambda: self._copier.copy(self._group, "load", order, addresses)),
         )
 
     def large(self) -> tuple[Spent, Spent]:

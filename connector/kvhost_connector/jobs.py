@@ -26,6 +26,7 @@ from kvhost_client.errors import KVHostError
 from kvhost_connector.faults import CopyFault, Direction, FaultPlane, no_faults
 from kvhost_connector.metadata import Epoch, SlotSpec, TransferReport
 from kvhost_connector.pages import CacheMoved, Piece
+from kvhost_connector.planning import JobRefused, Plan, plan_job
 
 logger = logging.getLogger("vllm.kvhost.worker")
 
@@ -77,10 +78,6 @@ class JobState(Enum):
     DONE = auto()
 
 
-class JobRefused(Exception):
-    """The job must not be copied; the message says why."""
-
-
 @dataclass
 class Job:
     """One load or store of this rank."""
@@ -88,11 +85,16 @@ class Job:
     job_id: int
     direction: Direction
     spec: SlotSpec
-    pieces: tuple[Piece, ...]
+    plan: Plan
     state: JobState = JobState.QUEUED
     # Set by `wait`: a job that has not begun must not begin, one that runs stops before its next chunk.
     stop: bool = False
     started: float = field(default_factory=time.monotonic)
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The plan, an object for each chunk."""
+        return self.plan.pieces
 
 
 class Ended(NamedTuple):
@@ -102,36 +104,6 @@ class Ended(NamedTuple):
     epoch: Epoch
     copied: int | None
     seconds: float
-
-
-def plan_pieces(
-    device: GPULoadStoreSpec, slots: Sequence[int], blocks_per_chunk: int, direction: Direction
-) -> tuple[Piece, ...]:
-    """Pairs the blocks of a job with its slots. Raises `JobRefused` when they do not fit together.
-
-    A load may begin in the middle of a chunk (`block_indices`); a store covers whole chunks.
-    """
-    pieces: list[Piece] = []
-    blocks = device.block_ids.tolist()
-    cursor = 0
-    for group, (size, first) in enumerate(zip(device.group_sizes, device.block_indices, strict=True)):
-        position = first % blocks_per_chunk
-        if direction == "store" and (position or size % blocks_per_chunk):
-            raise JobRefused(
-                f"a store of {size} blocks from block {first} on in group {group} is not a whole number of "
-                f"chunks of {blocks_per_chunk} blocks"
-            )
-        end = cursor + size
-        while cursor < end:
-            take = min(blocks_per_chunk - position, end - cursor)
-            if len(pieces) == len(slots):
-                raise JobRefused(f"the job names {len(slots)} slots, its {len(blocks)} blocks need more")
-            pieces.append(Piece(slots[len(pieces)], group, position, tuple(blocks[cursor : cursor + take])))
-            cursor += take
-            position = 0
-    if len(pieces) != len(slots):
-        raise JobRefused(f"the job names {len(slots)} slots, its {len(blocks)} blocks need {len(pieces)}")
-    return tuple(pieces)
 
 
 class JobBook(OffloadingWorker):
@@ -235,23 +207,23 @@ class JobBook(OffloadingWorker):
     def _accept(self, job: Job) -> None:
         """Enters the job in `_jobs` and sees to it that it is copied and finished. Raises nothing."""
 
-    def _plan(self, device: Any, spec: SlotSpec, direction: Direction) -> tuple[Piece, ...]:
+    def _plan(self, device: Any, spec: SlotSpec, direction: Direction) -> Plan:
         if spec.problem:
             raise JobRefused(spec.problem)
         if self.problem or self.pages is None or self._source is None:
             raise JobRefused(self.problem or "this worker has no KV cache registered")
         if self._closed or os.getpid() != self._pid:
             raise JobRefused("this worker has ended")
-        pieces = plan_pieces(device, spec.slots, self._blocks_per_chunk, direction)
+        plan = plan_job(device, spec.slots, self._blocks_per_chunk, direction)
         if len(device.group_sizes) != len(self.pages.groups):
             raise JobRefused(
                 f"the job has {len(device.group_sizes)} KV cache groups, this worker {len(self.pages.groups)}"
             )
-        blocks = device.block_ids
+        blocks = plan.blocks
         if len(blocks) and not 0 <= blocks.min() <= blocks.max() < self.pages.blocks:
             wrong = next(block for block in blocks.tolist() if not 0 <= block < self.pages.blocks)
             raise JobRefused(f"block {wrong} does not exist: the KV cache has {self.pages.blocks} blocks")
-        return pieces
+        return plan
 
     def _finish_unplanned(self, job_id: int, spec: SlotSpec | None, why: str) -> None:
         """Caller holds the lock."""

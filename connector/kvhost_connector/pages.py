@@ -138,10 +138,10 @@ class GroupPages:
     def of(cls, pages: Sequence[Page], blocks: int) -> GroupPages:
         return cls(plan_runs(pages, blocks), plan_spans(pages), sum(page.bytes for page in pages), blocks)
 
-    def check(self, blocks: Sequence[int]) -> None:
+    def check(self, blocks: npt.NDArray[np.int64]) -> None:
         """Raises `IndexError` unless all these blocks exist: no address may be made from another number."""
-        if len(blocks) and not 0 <= min(blocks) <= max(blocks) < self.blocks:
-            raise IndexError(f"blocks 0 to {self.blocks - 1} exist, found {min(blocks)} to {max(blocks)}")
+        if len(blocks) and not 0 <= blocks.min() <= blocks.max() < self.blocks:
+            raise IndexError(f"blocks 0 to {self.blocks - 1} exist, found {blocks.min()} to {blocks.max()}")
 
     def gather(self, block: int, image: Bytes) -> None:
         """Copies one block into `block_bytes` bytes at the start of `image`. The GIL is free meanwhile."""

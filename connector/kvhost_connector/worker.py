@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from kvhost_connector.config import CopyBy
 from kvhost_connector.copying import Copier, choose_copier
 from kvhost_connector.faults import no_faults
-from kvhost_connector.jobs import Job, JobRefused, JobWorker, MappingSource
-from kvhost_connector.pages import NULL_BLOCK, PageTable, Piece
+from kvhost_connector.jobs import Job, JobWorker, Mapping, MappingSource
+from kvhost_connector.pages import NULL_BLOCK, PageTable
+from kvhost_connector.planning import JobRefused, Plan
 
 # One call copies at most so many bytes (and at least one chunk): a few milliseconds, after which a job sees
 # that it is told to stop.
 BATCH_BYTES = 32 << 20
+
+
+class Batch(NamedTuple):
+    """Chunks `first` to `end` of a job, all of one group, and where their blocks are in its plan."""
+
+    group: int
+    first: int
+    end: int
+    blocks: slice
 
 
 class HostWorker(JobWorker):
@@ -39,44 +51,40 @@ class HostWorker(JobWorker):
         pages, copier = self.pages, self._copier
         if pages is None or copier is None:
             raise JobRefused("this worker has no KV cache registered")
-        copied = 0
         with self._mapping(job.spec) as mapping:
-            largest = max((_image_bytes(pages, piece) for piece in job.pieces), default=0)
-            # Every slot is looked up before the first byte moves.
-            places = mapping.addresses([piece.slot for piece in job.pieces], self._rank, largest)
-            for first, end in self._batches(pages, job.pieces):
-                self._before_chunk(job, first)
-                pages.check_in_place()
-                group = pages.groups[job.pieces[first].group]
-                blocks: list[int] = []
-                images: list[int] = []
-                for piece, place in zip(job.pieces[first:end], places[first:end], strict=True):
-                    image = place + piece.position * group.block_bytes
-                    for block in piece.blocks:
-                        if block != NULL_BLOCK:
-                            blocks.append(block)
-                            images.append(image)
-                        image += group.block_bytes
-                if job.direction == "store":
-                    mapping.prefault([piece.slot for piece in job.pieces[first:end]], self._rank)
-                copier.copy(group, job.direction, blocks, images)
-                copied += len(blocks) * group.block_bytes
-        return copied
+            return sum(
+                self._copy_batch(job, batch, pages, copier, mapping)
+                for batch in self._batches(job.plan, pages)
+            )
 
-    def _batches(self, pages: PageTable, pieces: Sequence[Piece]) -> Iterator[tuple[int, int]]:
-        """(first, end) of chunks of one group that one call copies; a plane is asked before every chunk."""
+    def _copy_batch(self, job: Job, batch: Batch, pages: PageTable, copier: Copier, mapping: Mapping) -> int:
+        self._before_chunk(job, batch.first)
+        pages.check_in_place()
+        plan, group = job.plan, pages.groups[batch.group]
+        slots = plan.slots[batch.first : batch.end]
+        rows = plan.rows[batch.blocks]
+        needed = (int(rows.max()) + 1) * group.block_bytes
+        places = np.array(mapping.addresses(slots, self._rank, needed), dtype=np.int64)
+        images = places[plan.chunks[batch.blocks] - batch.first] + rows * group.block_bytes
+        blocks = plan.blocks[batch.blocks]
+        there = blocks != NULL_BLOCK
+        if not there.all():
+            blocks, images = blocks[there], images[there]
+        if job.direction == "store":
+            mapping.prefault(slots, self._rank)
+        copier.copy(group, job.direction, blocks, images)
+        return len(blocks) * group.block_bytes
+
+    def _batches(self, plan: Plan, pages: PageTable) -> Iterator[Batch]:
+        """What one call copies; a plane is asked before every chunk."""
         limit = BATCH_BYTES if self._plane is no_faults else 0
-        first, nbytes = 0, 0
-        for number, piece in enumerate(pieces):
-            size = len(piece.blocks) * pages.groups[piece.group].block_bytes
-            if number > first and (nbytes + size > limit or piece.group != pieces[first].group):
-                yield first, number
-                first, nbytes = number, 0
-            nbytes += size
-        if pieces:
-            yield first, len(pieces)
-
-
-def _image_bytes(pages: PageTable, piece: Piece) -> int:
-    """Bytes of a chunk's image up to the end of the piece."""
-    return (piece.position + len(piece.blocks)) * pages.groups[piece.group].block_bytes
+        start = 0
+        for number, (group, end) in enumerate(zip(pages.groups, plan.ends, strict=True)):
+            step = max(1, limit // (self._blocks_per_chunk * group.block_bytes))
+            first, last = plan.chunk_span(start, end)
+            chunks = plan.chunks[start:end]
+            for chunk in range(first, last, step):
+                until = min(chunk + step, last)
+                a, b = np.searchsorted(chunks, [chunk, until]) + start
+                yield Batch(number, chunk, until, slice(a, b))
+            start = end

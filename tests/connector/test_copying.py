@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvhost_connector.copying
@@ -19,7 +19,7 @@ from kvhost_connector import native, stats
 from kvhost_connector.config import CopyBy
 from kvhost_connector.copying import KEPT_BYTES, Copier, NativeCopier, NumpyCopier, choose_copier
 from kvhost_connector.metadata import WorkerReport
-from kvhost_connector.native import Kernel, Native, NativeMissing, library_path, load_native
+from kvhost_connector.native import Kernel, Native, NativeMissing, Numbers, library_path, load_native
 from kvhost_connector.pages import Bytes, PageTable
 from kvhost_connector.spec import KVHostSpec
 from kvhost_connector.worker import HostWorker
@@ -46,6 +46,10 @@ def kernels(built: Native) -> list[Kernel]:
     return [kernel for kernel in Kernel if kernel <= built.kernel]
 
 
+def numbers(*each: int) -> Numbers:
+    return np.array(each, dtype=np.int64)
+
+
 def patterned(size: int, salt: int) -> Bytes:
     """Bytes at an address that begins a line."""
     backing = np.empty(size + 64, dtype=np.uint8)
@@ -64,6 +68,7 @@ RANGES = st.lists(st.tuples(SIZES, st.integers(0, 130), st.integers(0, 130)), ma
 
 
 @compiled
+@settings(deadline=None)  # the machine may be busy
 @given(RANGES, st.randoms(use_true_random=False))
 def test_every_kernel_copies_what_numpy_copies_and_nothing_beside_it(ranges, chance) -> None:  # type: ignore[no-untyped-def]
     library = load_native()
@@ -158,10 +163,10 @@ def test_blocks_come_back_bit_exact_and_nothing_else_is_touched(copier: str, lay
     cache.fill()
     table = PageTable.of(cache.canonical)
     for number, group in enumerate(table.groups):
-        blocks, size = [5, 1, 6], group.block_bytes
+        blocks, size = numbers(5, 1, 6), group.block_bytes
         place = size + 24
         images, before_store = patterned(3 * place, 5), patterned(3 * place, 5)
-        at = [images.ctypes.data + n * place for n in (2, 0, 1)]
+        at = images.ctypes.data + numbers(2, 0, 1) * place
         copies.copy(group, "store", blocks, at)
         for block, n in zip(blocks, (2, 0, 1), strict=True):
             assert images[n * place :][:size].tobytes() == cache.image(number, block)
@@ -169,7 +174,7 @@ def test_blocks_come_back_bit_exact_and_nothing_else_is_touched(copier: str, lay
             assert np.array_equal(images[gap], before_store[gap])
         wanted = [cache.image(number, block) for block in blocks]
         before = {(t, b): cache.page(t, b).tobytes() for t in range(len(cache.tensors)) for b in range(8)}
-        copies.copy(group, "load", [2, 7, 3], at)
+        copies.copy(group, "load", numbers(2, 7, 3), at)
         touched = dict(cache.groups[number])
         assert [cache.image(number, block) for block in (2, 7, 3)] == wanted
         for (tensor, block), old in before.items():
@@ -186,8 +191,8 @@ def test_large_loads_are_as_right_as_small_ones(copier: str) -> None:
     group = PageTable.of(cache.canonical).groups[0]
     assert 6 * group.block_bytes > KEPT_BYTES
     images = patterned(6 * group.block_bytes, 6)
-    at = [images.ctypes.data + n * group.block_bytes for n in range(6)]
-    copies.copy(group, "load", [7, 6, 5, 4, 3, 2], at)
+    at = images.ctypes.data + numbers(*range(6)) * group.block_bytes
+    copies.copy(group, "load", numbers(7, 6, 5, 4, 3, 2), at)
     assert b"".join(cache.image(0, block) for block in (7, 6, 5, 4, 3, 2)) == images.tobytes()
 
 
@@ -197,7 +202,7 @@ def test_no_address_is_made_from_a_block_that_does_not_exist(copier: str, wrong:
     cache = layered()
     group = PageTable.of(cache.canonical).groups[0]
     with pytest.raises(IndexError, match="blocks 0 to 7 exist"):
-        MAKE[copier]().copy(group, "store", wrong, [0] * len(wrong))
+        MAKE[copier]().copy(group, "store", numbers(*wrong), numbers(*wrong))
 
 
 def test_pages_without_gaps_are_one_span() -> None:

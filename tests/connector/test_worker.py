@@ -17,9 +17,9 @@ from kvhost_client.errors import NotMapped
 from kvhost_connector.config import CopyBy
 from kvhost_connector.copying import choose_copier
 from kvhost_connector.faults import CopyFault, Direction
-from kvhost_connector.jobs import JobRefused, plan_pieces
 from kvhost_connector.metadata import Epoch, SlotSpec, TransferId, TransferReport
 from kvhost_connector.pages import PageTable
+from kvhost_connector.planning import JobRefused, plan_job
 from kvhost_connector.worker import HostWorker
 from tests.connector.caches import Cache, layered, two_groups
 from tests.support.waiting import wait_for
@@ -275,9 +275,9 @@ def test_a_shard_too_small_for_the_chunk_is_failed() -> None:
 
 def test_a_store_that_is_not_whole_chunks_is_refused() -> None:
     with pytest.raises(JobRefused, match="not a whole number of chunks of 2 blocks"):
-        plan_pieces(device([1, 2, 3]), (0, 1), 2, "store")
+        plan_job(device([1, 2, 3]), (0, 1), 2, "store")
     with pytest.raises(JobRefused, match="not a whole number"):
-        plan_pieces(device([1, 2], first=[1]), (0,), 2, "store")
+        plan_job(device([1, 2], first=[1]), (0,), 2, "store")
 
 
 def test_a_copy_that_fails_half_way_is_failed_once(bench: Bench) -> None:
@@ -317,12 +317,14 @@ def test_wait_does_not_return_while_a_store_still_reads_its_blocks() -> None:
     bench.worker.shutdown()
 
 
-def test_wait_lets_queued_stores_finish_within_the_deadline(bench: Bench) -> None:
+def test_wait_lets_queued_stores_finish_within_the_deadline() -> None:
+    bench = Bench(layered(3, blocks=8), flush_deadline_s=10)
     for job in range(20):
         bench.store(job, [job % 7 + 1], job % 16)
     bench.worker.wait(set(range(20)))
     bench.settle(*range(20))
     assert not bench.failed
+    bench.worker.shutdown()
 
 
 def test_wait_knows_nothing_of_jobs_that_are_over_or_were_never_given(bench: Bench) -> None:

@@ -24,8 +24,9 @@ from kvhost_connector.device.pages import CopyPlan, DevicePages, OutOfPlace, pla
 from kvhost_connector.device.pinning import Pinning
 from kvhost_connector.device.region import blocks_of, rows_at
 from kvhost_connector.faults import CopyFault
-from kvhost_connector.jobs import Job, JobBook, JobRefused, JobState, Mapping, MappingSource
+from kvhost_connector.jobs import Job, JobBook, JobState, Mapping, MappingSource
 from kvhost_connector.pages import CacheMoved
+from kvhost_connector.planning import JobRefused
 
 logger = logging.getLogger("vllm.kvhost.worker")
 
