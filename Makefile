@@ -6,7 +6,7 @@ VENV := .venv/bin
 SOURCES := proto server client connector demo scripts tests benchmarks examples
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format proto docs browser picture drills test-tpu bench bench-peers
+.PHONY: help setup demo test lint format proto docs browser picture drills test-tpu test-gpu bench bench-peers
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -54,6 +54,12 @@ drills: setup ## the long form of every fault drill; results in build/drills.jso
 
 test-tpu: setup ## tpu-inference's engine on JAX CPU devices (Python 3.12; the first time 11 GB, 5 minutes)
 	@$(VENV)/python -m scripts.test_tpu $(PYTEST_ARGS)
+
+# In a Python that has torch for the GPU, numpy, pytest, grpcio and protobuf: `make setup` brings torch for the CPU.
+GPU_PYTHON ?= python3
+
+test-gpu: ## tests on a CUDA device, figures as JSON (GPU_PYTHON=...); fails where there is none
+	@$(GPU_PYTHON) -m tests.gpu $(PYTEST_ARGS)
 
 bench: setup ## what kvhost costs and brings, under 5 minutes; FULL=1 for every size, ONLY=NAME for one
 	@$(VENV)/python -m benchmarks $(if $(FULL),--full) $(if $(ONLY),--only $(ONLY))
