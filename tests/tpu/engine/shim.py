@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from scripts.user_cache import cache_root
+
 DEVICE_MEMORY = 1 << 30
 
 ENVIRONMENT = {
@@ -26,6 +28,9 @@ def environment(devices: int) -> dict[str, str]:
     """For an engine process with so many devices."""
     return {
         **ENVIRONMENT,
+        # What vLLM remembers of model classes: engines of its other builds overwrite each other's, and
+        # looking again costs a process with all of vLLM.
+        "VLLM_CACHE_ROOT": str(cache_root() / "vllm-of-tpu-tests"),
         "TPU_ACCELERATOR_TYPE": f"v6e-{devices}",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
     }

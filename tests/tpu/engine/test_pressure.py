@@ -42,7 +42,18 @@ def test_blocks_are_saved_before_they_are_computed_anew_and_preemption() -> None
             settled(tested)
             assert tested.reset_prefix_cache()
         assert tested.metric("vllm:num_preemptions") > 0
-        # Room for blocks on their way was enough for a few at a time only, and all of it is free again.
+        # A load that fails half-way is reported, and its blocks are computed.
+        tested.call("tests.e2e.kvhost:fail_copies", "load", 1, 3)
+        (answer,) = one_by_one(tested, [A], 4)
+        assert answer.tokens == wanted_a
+        assert tested.call("tests.e2e.kvhost:failed_copies") == 1
+        assert tested.metric("vllm:kvhost_failed_loads") == 1
+        # New weights: nothing of before is served.
+        settled(tested)
+        assert tested.reset_prefix_cache(connector=True)
+        attached(tested)
+        (answer,) = one_by_one(tested, [A], 4)
+        assert (answer.tokens, answer.cached_tokens) == (wanted_a, 0)
         daemon.check_integrity()
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.connector import plane
 from tests.e2e.engine import ROOT, Answer, Engine
 from tests.e2e.kvhost import kv_transfer
 from tests.e2e.models import Recipe, checkpoint
@@ -51,7 +52,7 @@ def engine(
     return Engine(
         model(),
         kv_transfer=transfer,
-        environment=shim.environment(devices),
+        environment={**shim.environment(devices), **plane.ENVIRONMENT},
         prepare="tests.tpu.engine.shim:install",
         start_deadline_s=START_S,
         tensor_parallel_size=devices,
