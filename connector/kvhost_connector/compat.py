@@ -59,6 +59,18 @@ _NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm.utils.hashing": {"get_hash_fn_by_name": ()},
 }
 
+# What workers on devices are built on; imported by these only.
+_TRANSFERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "vllm.v1.kv_offload.cpu.gpu_worker": {
+        "CPUOffloadingWorker": ("submit_store", "submit_load", "get_finished", "shutdown"),
+    },
+    "vllm.v1.kv_offload.base": {
+        "BlockIDsLoadStoreSpec": (),
+        "CanonicalKVCacheRef": (),
+        "CanonicalKVCacheTensor": (),
+    },
+}
+
 _SCHEDULER_NAMES = (
     "_req_status",
     "_jobs",
@@ -112,10 +124,20 @@ def check() -> None:
             f"kvhost's connector extends vLLM {known}, found {found[0]}.{found[1]}: install one of these, or "
             f"a newer kvhost"
         )
-    missing = [name for module, names in _NAMES.items() for name in _missing(module, names)]
+    _check_names(_NAMES)
+
+
+def check_transfers() -> None:
+    """Raises `IncompatibleVLLM` unless vLLM's transfer code is as workers on devices need it."""
+    _check_names(_TRANSFERS)
+
+
+def _check_names(wanted: dict[str, dict[str, tuple[str, ...]]]) -> None:
+    missing = [name for module, names in wanted.items() for name in _missing(module, names)]
     if missing:
+        major, minor = vllm_version()
         raise IncompatibleVLLM(
-            f"this vLLM {found[0]}.{found[1]} lacks what kvhost's connector extends ({', '.join(missing)}): "
+            f"this vLLM {major}.{minor} lacks what kvhost's connector extends ({', '.join(missing)}): "
             f"install the released version"
         )
 

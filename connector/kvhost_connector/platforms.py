@@ -95,6 +95,15 @@ def refuse_layout(layout: str | None) -> None:
         )
 
 
+def refuse_sleep_mode(vllm_config: Any, platform: Platform) -> None:
+    """Raises `ConfigError` where vLLM may take the KV cache's memory away under copies (0.32 tells no
+    connector): it stays at its addresses, so that a worker would not notice."""
+    if platform.has_driver and getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        raise ConfigError(
+            "kvhost serves no engine with sleep mode on a GPU, found enable_sleep_mode: start without it"
+        )
+
+
 def announce(platform: Platform, role: str) -> None:
     """Says once, in each of an engine's processes, what was chosen."""
     logger.info("kvhost: platform %s, %s, %s", platform.value, _SERVED[platform].worker, role)

@@ -158,9 +158,8 @@ def test_a_refusal_rolls_its_segments_back_and_they_are_used_unpinned(
     assert len(attached.driver.calls) == 5
     said = [record.getMessage() for record in lines.records if record.levelno >= logging.WARNING]
     assert [line for line in said if line.startswith("kvhost: segment")] == [
-        "kvhost: segment 6 (of 4) was not registered: fakeHostRegister of 1048576 bytes failed with code 2; "
-        "transfers of these and later segments run unpinned, slower. Is the limit of locked memory too low "
-        "(ulimit -l)?"
+        "kvhost: segment 6 (of 4) was not registered with the device's driver: fakeHostRegister of 1048576 "
+        "bytes failed with code 2; transfers of these and later segments run unpinned, slower"
     ]
 
 

@@ -11,7 +11,7 @@ from vllm.platforms.interface import PlatformEnum
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvhost_client.types import Access
-from kvhost_connector import platforms
+from kvhost_connector import compat, platforms
 from kvhost_connector.config import ConfigError
 from kvhost_connector.platforms import Platform
 from tests.connector.sim import Shape, Sim, kv_transfer, vllm_config
@@ -83,6 +83,25 @@ def test_an_engine_with_another_layout_does_not_start() -> None:
     for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER):
         with pytest.raises(ConfigError, match="LHBNC"):
             KVHostConnector(engine, role, config)
+
+
+def test_an_engine_whose_cache_may_go_to_sleep_does_not_start_on_a_device() -> None:
+    engine = vllm_config(Shape(), kv_transfer("/nowhere/kvhostd.sock"))
+    engine.model_config.enable_sleep_mode = True
+    platforms.refuse_sleep_mode(engine, Platform.HOST)
+    with pytest.raises(ConfigError, match="sleep mode on a GPU"):
+        platforms.refuse_sleep_mode(engine, Platform.CUDA)
+    engine.model_config.enable_sleep_mode = False
+    platforms.refuse_sleep_mode(engine, Platform.CUDA)
+
+
+def test_a_vllm_whose_transfer_code_is_another_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
+
+    compat.check_transfers()
+    monkeypatch.delattr(CPUOffloadingWorker, "submit_load")
+    with pytest.raises(compat.IncompatibleVLLM, match=r"CPUOffloadingWorker\.submit_load"):
+        compat.check_transfers()
 
 
 def test_the_layout_with_one_copy_a_block_is_asked_for_where_a_device_copies(

@@ -56,7 +56,7 @@ class Pinning:
         if why:
             raise ConfigError(
                 f'"pin" in kv_connector_extra_config is "required", and the driver registers no memory '
-                f'({why}): set "pin" to "auto", or raise the limit of locked memory'
+                f'({why}): set it to "auto" to run unpinned'
             )
 
     @property
@@ -147,8 +147,7 @@ class Pinning:
             else "transfers of these and later segments run unpinned, slower"
         )
         logger.warning(
-            "kvhost: segment %d (of %d) was not registered: %s; %s. Is the limit of locked memory too low "
-            "(ulimit -l)?",
+            "kvhost: segment %d (of %d) was not registered with the device's driver: %s; %s",
             segment.segment_id,
             count,
             self._refused,
