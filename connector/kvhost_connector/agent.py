@@ -19,6 +19,7 @@ from kvhost_connector.board import Board
 from kvhost_connector.holds import PinnedSlot
 from kvhost_connector.orders import Changes, Round, Ticket, TicketState
 from kvhost_connector.session import Session
+from kvhost_connector.tracing import spans
 
 logger = logging.getLogger("vllm.kvhost")
 
@@ -106,15 +107,16 @@ class Agent:
             self._updated(changes, result)
 
         try:
-            result: Updated = self._call(
-                work.session.update,
-                assigns=changes.assigns,
-                commits=changes.commits,
-                aborts=changes.aborts,
-                releases=changes.releases,
-                touches=changes.touches,
-                on_late=late,
-            )
+            with spans.committing(changes):
+                result: Updated = self._call(
+                    work.session.update,
+                    assigns=changes.assigns,
+                    commits=changes.commits,
+                    aborts=changes.aborts,
+                    releases=changes.releases,
+                    touches=changes.touches,
+                    on_late=late,
+                )
         except BreakerOpen:
             self._board.unsent(work)
             raise
@@ -142,7 +144,9 @@ class Agent:
 
     def _reserve(self, work: Round) -> None:
         try:
-            result: Reserved = self._call(work.session.reserve, work.reserve)
+            with spans.reserving(work.reserve) as facts:
+                result: Reserved = self._call(work.session.reserve, work.reserve)
+                facts["kvhost.granted"] = len(result.grants)
         except NotServing:
             self._board.granted(work, [], pending=False)
             return
@@ -169,6 +173,10 @@ class Agent:
             return
         queries = [Query(number, ticket.chains, ticket.request) for number, ticket in enumerate(asked)]
         answers: list[Answer] = self._call(session.lookup, queries, pin=pin)
+        if spans.on:
+            now = time.monotonic()
+            for ticket, answer in zip(asked, answers, strict=True):
+                spans.looked_up(ticket, sum(chain.hits for chain in answer.chains), now)
         self._board.answered(
             [(ticket, *_read(ticket, answer)) for ticket, answer in zip(asked, answers, strict=True)], session
         )

@@ -237,6 +237,14 @@ KEYS: tuple[Key, ...] = (
         _flag,
     ),
     Key(
+        "tracing",
+        "true or false",
+        False,
+        "OpenTelemetry spans for lookups, loads, stores, reserves and commits, with vLLM's request id. Needs "
+        "kvhost[otel]; goes where vLLM's own spans go, else where the OTEL_ variables say.",
+        _flag,
+    ),
+    Key(
         "self_describing_kv_events",
         "true or false",
         False,
@@ -269,6 +277,7 @@ class ConnectorConfig:
     blocks_per_chunk: int = 1
     block_size: int | None = None
     offload_prompt_only: bool = True
+    tracing: bool = False
     self_describing_kv_events: bool = False
 
     @property

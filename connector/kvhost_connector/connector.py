@@ -19,6 +19,7 @@ from kvhost_connector.metadata import StepMetadata, WorkerMetadata, WorkerReport
 from kvhost_connector.namespace import refuse_unsupported
 from kvhost_connector.platforms import Platform
 from kvhost_connector.scheduler_side import Matched, SchedulerSide
+from kvhost_connector.tracing import spans
 from kvhost_connector.worker_side import WorkerSide
 
 
@@ -38,9 +39,6 @@ class KVHostConnector(OffloadingConnector):
         platform = self._platform()
         if platform is not Platform.JAX:
             platforms.refuse_layout(getattr(kv_cache_config, "kv_cache_layout", None))
-        platforms.refuse_sleep_mode(vllm_config, platform)
-        if platform.has_driver and role == KVConnectorRole.WORKER:
-            compat.check_transfers()
         refuse_unsupported(vllm_config, kv_cache_config, config)
         platforms.announce(platform, f"{role.name.lower()}'s half")
         super().__init__(vllm_config, role, kv_cache_config)
@@ -48,6 +46,8 @@ class KVHostConnector(OffloadingConnector):
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
+            if config.tracing:
+                spans.turn_on()
             half = self.connector_scheduler
             spec = half.manager.spec
             self._scheduler_side = SchedulerSide(half, spec, vllm_config, kv_cache_config, config)

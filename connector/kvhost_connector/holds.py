@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from kvhost_client.types import Chunk, Grant
 from kvhost_connector.metadata import Epoch, TransferId
+from kvhost_connector.tracing import spans
 
 
 class Authority(NamedTuple):
@@ -124,6 +125,7 @@ class TransferTable:
         if transfer.waiting:
             return None
         self._close(transfer)
+        spans.transfer_ends(transfer)
         return transfer
 
     def delivered(self) -> None:
@@ -139,6 +141,7 @@ class TransferTable:
         ]
         for transfer in lost:
             self._close(transfer)
+            spans.transfer_ends(transfer, heard=False)
         return lost
 
     def stores(self) -> list[Transfer]:
@@ -157,6 +160,7 @@ class TransferTable:
 
     def _add(self, transfer: Transfer) -> Transfer:
         self._open[transfer.transfer_id] = transfer
+        spans.transfer_begins(transfer)
         return transfer
 
     def _close(self, transfer: Transfer) -> None:

@@ -283,7 +283,8 @@ class CacheService(cache_pb2_grpc.CacheServicer):
 
         answered = await answer_lookup(asked, ask, namespace.spec.layout.key_bytes, pin)
         self._measures.looked_up(namespace, asked, answered, pin)
-        self._requests.remember(session.number, namespace.number, self._books.clock(), asked, answered)
+        if not pin:  # the lookup before it asked for more
+            self._requests.remember(session.number, namespace.number, self._books.clock(), asked, answered)
         self._tell_soon(session)
         reply = lookup_reply(asked, answered)
         self._stamp_on(reply.stamp, session)

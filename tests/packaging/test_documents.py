@@ -33,7 +33,10 @@ def test_the_configuration_file_shown_is_accepted(tmp_path: Path) -> None:
 def test_every_dependency_has_its_reason() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wanted = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
-    for group in project["dependency-groups"].values():
+    for group in (
+        *project["dependency-groups"].values(),
+        *project["project"]["optional-dependencies"].values(),
+    ):
         wanted += group
     page = (ROOT / "docs" / "dependencies.md").read_text()
     for requirement in wanted:
