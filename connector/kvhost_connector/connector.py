@@ -39,6 +39,9 @@ class KVHostConnector(OffloadingConnector):
         platform = self._platform()
         if platform is not Platform.JAX:
             platforms.refuse_layout(getattr(kv_cache_config, "kv_cache_layout", None))
+        platforms.refuse_sleep_mode(vllm_config, platform)
+        if platform.has_driver and role == KVConnectorRole.WORKER:
+            compat.check_transfers()
         refuse_unsupported(vllm_config, kv_cache_config, config)
         platforms.announce(platform, f"{role.name.lower()}'s half")
         super().__init__(vllm_config, role, kv_cache_config)
