@@ -96,14 +96,13 @@ class Adaptive(LeastRecentlyUsed):
 
     def _least_worth(self) -> int | None:
         """The kind whose oldest tail should go; None: no tail may."""
-        history = self._history
+        span_of, worth = self._history.span_of, self._worth
         best = None
         for kind, heap in enumerate(self._tails):
-            stamp = self._settle(heap, TAIL, kind)
-            if stamp:
-                worth = (self._worth[kind][history.span_of(stamp)], stamp, kind)
-                if best is None or worth < best:
-                    best = worth
+            if heap and (stamp := self._settle(heap, TAIL, kind)):
+                candidate = (worth[kind][span_of(stamp)], stamp, kind)
+                if best is None or candidate < best:
+                    best = candidate
         return None if best is None else best[2]
 
     def _refresh(self) -> None:

@@ -5,6 +5,7 @@ an hour without a store changes nothing.
 """
 
 from array import array
+from bisect import bisect_right
 from dataclasses import dataclass, field
 
 KINDS = 4
@@ -62,7 +63,8 @@ class ReuseHistory:
         self._stamp = array("Q", bytes(8 * _SAMPLED))
         self._kind = bytearray(_SAMPLED)
         self._reached = [0] * SPANS
-        self._edge_stamps = [0] * SPANS
+        # Stamps at which the spans end, the oldest first.
+        self._edges = [0] * SPANS
 
     def fit(self, slots: int) -> None:
         """The cache has so many slots now. When that is twice as many as before, all begins anew."""
@@ -116,16 +118,13 @@ class ReuseHistory:
                 at += 1
             self._reached[span] = at
             if at > oldest:
-                self._edge_stamps[span] = self._stamp[(at if at < self.uses else at - 1) % _SAMPLED]
+                self._edges[-1 - span] = self._stamp[(at if at < self.uses else at - 1) % _SAMPLED]
             else:
-                self._edge_stamps[span] = 0
+                self._edges[-1 - span] = 0
 
     def span_of(self, stamp: int) -> int:
         """In which span of age a chunk with this last use is."""
-        for span, edge in enumerate(self._edge_stamps):
-            if stamp >= edge:
-                return span
-        return SPANS - 1
+        return min(SPANS - bisect_right(self._edges, stamp), SPANS - 1)
 
     def age_of(self, stamp: int) -> str:
         """About how many chunks were stored since then, for people."""
