@@ -17,6 +17,7 @@ from kvhost_server.explaining import (
     keys_from_hex,
 )
 from kvhost_server.ids import ChunkKey, SessionNumber
+from kvhost_server.integrity import problems_in_parts
 from kvhost_server.log import about
 from kvhost_server.manager import Manager
 from kvhost_server.namespace import Namespace
@@ -236,9 +237,16 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     @answers
     async def CheckIntegrity(self, request: admin_pb2.CheckIntegrityRequest) -> admin_pb2.CheckIntegrityReply:
-        while self._books.run_chores():
-            pass
-        problems = self._manager.check_integrity()
+        problems: list[str] = []
+        parts = problems_in_parts(self._books)
+        while True:
+            while self._books.run_chores():  # a part is looked at when no chore waits
+                await asyncio.sleep(0)
+            part = next(parts, None)
+            if part is None:
+                break
+            problems += part
+            await asyncio.sleep(0)
         return admin_pb2.CheckIntegrityReply(ok=not problems, problems=problems)
 
     # Inside.

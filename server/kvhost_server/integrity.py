@@ -1,31 +1,38 @@
 """The manager's sanity as a function: every contradiction between its rooms, one line each."""
 
 from collections import Counter
+from collections.abc import Iterator
 
 from kvhost_server.books import Books
 from kvhost_server.ids import SlotIndex
 from kvhost_server.lending import SegmentState
 from kvhost_server.namespace import Namespace
+from kvhost_server.slotchecks import table_problems
 from kvhost_server.slots import SlotState
 
 
 def find_problems(books: Books) -> list[str]:
     """Contradictions in the books; empty when they agree. Meaningful when no chore waits. O(slots)."""
-    problems: list[str] = []
-    for namespace in books.namespaces.values():
+    return [problem for part in problems_in_parts(books) for problem in part]
+
+
+def problems_in_parts(books: Books) -> Iterator[list[str]]:
+    """The same in parts of some milliseconds: between two, others may have their turn, and chores too. Each
+    part looks at the books as they are when it is asked for."""
+    for namespace in list(books.namespaces.values()):
         where = f"namespace {namespace.number}: "
-        problems += [where + p for p in namespace.table.check_integrity()]
-        problems += [where + p for p in _holds(books, namespace)]
-    return problems + _sessions(books) + _segments(books) + _custody(books)
+        for part in table_problems(namespace.table):
+            yield [where + problem for problem in part]
+        yield [where + problem for problem in _holds(books, namespace)]
+    yield _sessions(books) + _segments(books) + _custody(books)
 
 
 def _holds(books: Books, namespace: Namespace) -> list[str]:
     """Slots say they are held; somebody must say that he holds them, and the other way round."""
-    problems: list[str] = []
     table = namespace.table
-    pins: Counter[int] = Counter()
-    granted: Counter[int] = Counter()
-    quarantined: Counter[int] = Counter()
+    pins: Counter[SlotIndex] = Counter()
+    granted: Counter[SlotIndex] = Counter()
+    quarantined: Counter[SlotIndex] = Counter()
     for session in books.sessions.values():
         if session.namespace is namespace:
             pins.update(session.pins.values())
@@ -36,19 +43,21 @@ def _holds(books: Books, namespace: Namespace) -> list[str]:
         if entry.namespace is namespace:
             quarantined.update(entry.slots)
             pins.update(entry.read)
-    if any(n > 1 for n in (granted + quarantined).values()):
-        problems.append("a slot is granted or quarantined twice")
-    for row, segment in enumerate(table.rows):
-        if segment is None:
-            continue
-        for slot in map(SlotIndex, range(row * table.slots_per_row, (row + 1) * table.slots_per_row)):
-            state = table.state(slot)
-            if (state is SlotState.GRANTED) != (granted[slot] == 1):
-                problems.append(f"slot {slot} is {state.name} and granted {granted[slot]} times")
-            if (state is SlotState.QUARANTINED) != (quarantined[slot] == 1):
-                problems.append(f"slot {slot} is {state.name} and quarantined {quarantined[slot]} times")
-            if table.holds(slot) != pins[slot]:
-                problems.append(f"slot {slot} counts {table.holds(slot)} holds, holders say {pins[slot]}")
+    problems = [
+        f"slot {slot} counts {table.holds(slot)} holds, holders say {count}"
+        for slot, count in pins.items()
+        if table.holds(slot) != count
+    ]
+    if table.held_slots() != len(pins):
+        problems.append(f"{table.held_slots()} slots count holds, holders name {len(pins)}")
+    for state, slots in ((SlotState.GRANTED, granted), (SlotState.QUARANTINED, quarantined)):
+        problems += [
+            f"slot {slot} is {table.state(slot).name} and {state.name.lower()} {count} times"
+            for slot, count in slots.items()
+            if table.state(slot) is not state or count != 1
+        ]
+        if table.count(state) != len(slots):
+            problems.append(f"{table.count(state)} slots are {state.name}, the books name {len(slots)}")
     return problems
 
 

@@ -12,6 +12,7 @@ from enum import IntEnum
 
 from kvhost_server.ids import ChunkKey, SegmentId, SlotIndex, wire_slot
 from kvhost_server.policies import DEFAULT_POLICY, POLICIES, Policy
+from kvhost_server.slotchecks import table_problems
 
 NO_SLOT = SlotIndex(-1)
 
@@ -496,47 +497,14 @@ class ChunkTable:
 
     # Sanity.
 
-    def check_integrity(self) -> list[str]:  # noqa: PLR0912 - one flat list of checks
+    def check_integrity(self) -> list[str]:
         """Every contradiction in the books, one line each; empty when they agree. O(slots)."""
-        problems: list[str] = []
-        n = self.slots_per_row
-        free = {slot for row in self._free for slot in row}
-        if len(free) != sum(len(row) for row in self._free):
-            problems.append("a slot stands twice in the free lists")
-        if self._rows_with_free != {row for row, slots in enumerate(self._free) if slots}:
-            problems.append("the rows with free slots are not those that have some")
-        children = [0] * len(self._state)
-        held = [0] * len(self.rows)
-        for slot, raw in enumerate(self._state):
-            state, row = SlotState(raw), slot // n
-            if (self.rows[row] is None) != (state is SlotState.VACANT):
-                problems.append(f"slot {slot} is {state.name} in row {row} of segment {self.rows[row]}")
-            if (state is SlotState.FREE) != (slot in free):
-                problems.append(f"slot {slot} is {state.name} but its place in the free list says otherwise")
-            if state in (SlotState.GRANTED, SlotState.QUARANTINED) or self._holds[slot]:
-                held[row] += 1
-            if self._holds[slot] and state not in (SlotState.READY, SlotState.UNLISTED):
-                problems.append(f"slot {slot} is {state.name} but pinned {self._holds[slot]} times")
-            if state is SlotState.UNLISTED and not self._holds[slot]:
-                problems.append(f"slot {slot} is unlisted and nobody holds it")
-            if (self._key[slot] is not None) != (state in (SlotState.READY, SlotState.UNLISTED)):
-                problems.append(f"slot {slot} is {state.name} and its key is {self._key[slot]!r}")
-            if self._parent[slot] >= 0:
-                children[self._parent[slot]] += 1
-                if self._state[self._parent[slot]] != SlotState.READY:
-                    problems.append(f"slot {slot} builds on slot {self._parent[slot]}, which holds no chunk")
-        if list(self._children) != children:
-            problems.append("the counts of children differ from the links")
-        if self.row_held != held:
-            problems.append(f"rows count {self.row_held} held slots, the slots say {held}")
-        for key, slot in self.index.items():
-            if self._state[slot] != SlotState.READY or self._key[slot] != key:
-                problems.append(f"the index names slot {slot} for a key it does not hold")
-        for slot, parent in self._missing_parent.items():
-            if parent in self.index:
-                problems.append(f"slot {slot} misses a parent that is there")
-            if slot not in self._orphans_of.get(parent, ()):
-                problems.append(f"slot {slot} misses a parent that does not know it")
-        if sum(map(len, self._orphans_of.values())) != len(self._missing_parent):
-            problems.append("orphans and missing parents differ in number")
-        return problems
+        return [problem for part in table_problems(self) for problem in part]
+
+    def held_slots(self) -> int:
+        """Slots with at least one hold."""
+        return sum(self.row_held) - self.count(SlotState.GRANTED) - self.count(SlotState.QUARANTINED)
+
+    def count(self, state: SlotState) -> int:
+        """How many slots are in this state."""
+        return self._state.count(state)

@@ -14,6 +14,7 @@ from types import TracebackType
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvhost_client.paths import grpc_target
 from kvhost_proto.v1 import admin_pb2, admin_pb2_grpc
 from tests.support.waiting import wait_for
 
@@ -186,4 +187,4 @@ def _clean_environment() -> dict[str, str]:
 
 def _channel(socket: str) -> grpc.Channel:
     """A channel that remembers no earlier failure to connect."""
-    return grpc.insecure_channel(f"unix:{socket}", options=[("grpc.use_local_subchannel_pool", 1)])
+    return grpc.insecure_channel(grpc_target(socket), options=[("grpc.use_local_subchannel_pool", 1)])
