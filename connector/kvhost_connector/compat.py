@@ -62,7 +62,8 @@ _NAMES: dict[str, dict[str, tuple[str, ...]]] = {
 # What workers on devices are built on; imported by these only.
 _TRANSFERS: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm.v1.kv_offload.cpu.gpu_worker": {
-        "CPUOffloadingWorker": ("submit_store", "submit_load", "get_finished", "shutdown"),
+        "CPUOffloadingWorker": (),
+        "SingleDirectionOffloadingHandler": ("transfer_async",),
     },
     "vllm.v1.kv_offload.base": {
         "BlockIDsLoadStoreSpec": (),

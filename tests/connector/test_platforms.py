@@ -96,11 +96,11 @@ def test_an_engine_whose_cache_may_go_to_sleep_does_not_start_on_a_device() -> N
 
 
 def test_a_vllm_whose_transfer_code_is_another_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
+    from vllm.v1.kv_offload.cpu.gpu_worker import SingleDirectionOffloadingHandler
 
     compat.check_transfers()
-    monkeypatch.delattr(CPUOffloadingWorker, "submit_load")
-    with pytest.raises(compat.IncompatibleVLLM, match=r"CPUOffloadingWorker\.submit_load"):
+    monkeypatch.delattr(SingleDirectionOffloadingHandler, "transfer_async")
+    with pytest.raises(compat.IncompatibleVLLM, match=r"SingleDirectionOffloadingHandler\.transfer_async"):
         compat.check_transfers()
 
 
