@@ -111,7 +111,8 @@ class Fates:
     def left(self, namespace: NamespaceNumber, key: ChunkKey, used_at_us: int) -> None:
         """A stored chunk was evicted; it was last used at this time of the clock, in microseconds."""
         now = self._clock()
-        age = max(0.0, now - used_at_us / 1e6)
+        age = now - used_at_us / 1e6
+        age = max(age, 0.0)
         cause = self._cause
         taker = NamespaceNumber(0) if cause in (Cause.LIMIT, Cause.OPERATOR) else self._taker or namespace
         self.ages.observe(age)
@@ -127,8 +128,10 @@ class Fates:
         ):
             run.ended = now
             run.chunks += 1
-            run.youngest_s = min(run.youngest_s, age)
-            run.oldest_s = max(run.oldest_s, age)
+            if age < run.youngest_s:
+                run.youngest_s = age
+            elif age > run.oldest_s:
+                run.oldest_s = age
         else:
             self.runs.append(Run(namespace, cause, taker, now, now, 1, age, age))
 
@@ -172,18 +175,17 @@ class Fates:
         self, namespace: NamespaceNumber, key: ChunkKey, cause: Cause, taker: NamespaceNumber, now: float
     ) -> None:
         # Python's own hash of bytes: keyed anew in every process, and already computed for the index.
-        values = (
-            hash(key),
-            int((now - self._origin) * _TENTHS) & 0xFFFFFFFF,
-            namespace & _NUMBER_MASK,
-            (taker & _NUMBER_MASK) << _CAUSE_BITS | cause,
-        )
+        when = int((now - self._origin) * _TENTHS) & 0xFFFFFFFF
+        why = (taker & _NUMBER_MASK) << _CAUSE_BITS | cause
         place = self._next
-        columns = (self._prints, self._when, self._where, self._why)
         if place < len(self._prints):
-            for column, value in zip(columns, values, strict=True):
-                column[place] = value
+            self._prints[place] = hash(key)
+            self._when[place] = when
+            self._where[place] = namespace & _NUMBER_MASK
+            self._why[place] = why
         else:
-            for column, value in zip(columns, values, strict=True):
-                column.append(value)
+            self._prints.append(hash(key))
+            self._when.append(when)
+            self._where.append(namespace & _NUMBER_MASK)
+            self._why.append(why)
         self._next = (place + 1) % self._most
