@@ -1,21 +1,28 @@
 """Engines that do nothing but ask, in a process of their own: `python -m benchmarks.load SOCKET ENGINES PER`.
 
-Each asks its next question, of `PER` lookups of 64 hashes, when the last is answered. Waits for a line on
-standard input, asks for so many seconds as it says, and prints how many lookups were answered.
+Each asks its next question, of `PER` lookups of 64 hashes, when the last is answered. With `PER` 0 each is a
+busy engine: a step every 20 ms, in which requests arrive by chance, one on average, and are asked for in one
+message, as the connector does. Waits for a line on standard input, asks for so many seconds as it says, and
+prints how many lookups were answered in how many messages.
 """
 
 from __future__ import annotations
 
+import os
+import random
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import exp
 
 from benchmarks.small import Engine, chain, engines, keys
 
 HASHES = 64
+STEP_S = 0.02
+ARRIVALS_A_STEP = 1.0
 DIFFERENT = 16
 """So many different lookups; the daemon must have their chunks."""
 
@@ -26,13 +33,14 @@ class Load:
     def __init__(self, processes: list[subprocess.Popen[str]]) -> None:
         self._processes = processes
 
-    def run(self, seconds: float) -> int:
-        """Lookups answered in so many seconds."""
+    def run(self, seconds: float) -> tuple[int, int]:
+        """Lookups answered in so many seconds, and the messages that carried them."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(f"{seconds}\n")
             process.stdin.flush()
-        return sum(int(_line(process)) for process in self._processes)
+        lines = [_line(process).split() for process in self._processes]
+        return sum(int(line[0]) for line in lines), sum(int(line[1]) for line in lines)
 
 
 @contextmanager
@@ -65,32 +73,56 @@ def _line(process: subprocess.Popen[str]) -> str:
     return line
 
 
+class Asker:
+    """One engine, and what was answered to it."""
+
+    def __init__(self, engine: Engine, per_message: int, number: int) -> None:
+        self._engine = engine
+        self._per_message = per_message
+        self._dice = random.Random(number)
+        names = keys(0, DIFFERENT * HASHES)
+        self._asked = [chain(names[HASHES * n :][:HASHES], n) for n in range(DIFFERENT)]
+        self.lookups = self.messages = 0
+
+    def run(self, seconds: float) -> None:
+        self.lookups = self.messages = 0
+        until = time.monotonic() + seconds
+        if self._per_message:
+            while time.monotonic() < until:
+                self._ask(self._per_message)
+            return
+        step = time.monotonic() + self._dice.random() * STEP_S
+        while step < until:
+            time.sleep(max(0.0, step - time.monotonic()))
+            self._ask(min(DIFFERENT, self._arrivals()))
+            step += STEP_S
+
+    def _ask(self, count: int) -> None:
+        if count:
+            self._engine.session.lookup(self._asked[:count])
+            self.lookups += count
+            self.messages += 1
+
+    def _arrivals(self) -> int:
+        """So many as come in a step when each comes by itself (Poisson)."""
+        count, left = 0, self._dice.random()
+        while left > exp(-ARRIVALS_A_STEP):
+            count, left = count + 1, left * self._dice.random()
+        return count
+
+
 def main() -> None:
     socket, count, per_message = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    names = keys(0, DIFFERENT * HASHES)
-    asked = [
-        chain(names[HASHES * (n % DIFFERENT) :][:HASHES] or names[:HASHES], n) for n in range(per_message)
-    ]
     with engines(socket, count) as attached:
+        askers = [Asker(engine, per_message, os.getpid() + n) for n, engine in enumerate(attached)]
         print("ready", flush=True)
         for line in sys.stdin:
-            answered = [0] * count
-
-            def ask(place: int, engine: Engine, until: float, answered: list[int] = answered) -> None:
-                while time.monotonic() < until:
-                    engine.session.lookup(asked)
-                    answered[place] += per_message
-
-            until = time.monotonic() + float(line)
-            threads = [
-                threading.Thread(target=ask, args=(place, engine, until))
-                for place, engine in enumerate(attached)
-            ]
+            threads = [threading.Thread(target=asker.run, args=(float(line),)) for asker in askers]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
-            print(sum(answered), flush=True)
+            print(sum(a.lookups for a in askers), sum(a.messages for a in askers), flush=True)
 
 
 if __name__ == "__main__":
