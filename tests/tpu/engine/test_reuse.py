@@ -6,7 +6,16 @@ import pytest
 
 from tests.e2e.models import prompt
 from tests.support.daemon import Daemon
-from tests.tpu.engine.world import BLOCK, attached, engine, full_blocks, one_by_one, right_answers, settled
+from tests.tpu.engine.world import (
+    BLOCK,
+    attached,
+    engine,
+    full_blocks,
+    one_by_one,
+    right_answers,
+    settled,
+    together,
+)
 
 pytestmark = pytest.mark.timeout(3000)
 
@@ -28,11 +37,11 @@ def expected() -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_a_new_process_loads_every_full_block(devices: int, expected: list[tuple[int, ...]]) -> None:
-    with engine(devices=devices) as alone:
-        assert [answer.tokens for answer in one_by_one(alone, PROMPTS, TOKENS)] == expected
     turn = [*LONG, *expected[0], *prompt(30, seed=7)]
     with Daemon("64MiB") as daemon:
-        with engine(daemon, devices=devices) as first:
+        alone, first = engine(devices=devices), engine(daemon, devices=devices)
+        with together(alone, first):
+            assert [answer.tokens for answer in one_by_one(alone, PROMPTS, TOKENS)] == expected
             attached(first)
             answers = one_by_one(first, PROMPTS, TOKENS)
             assert [answer.tokens for answer in answers] == expected
