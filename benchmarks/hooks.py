@@ -107,7 +107,7 @@ def summarise(report: Report, runs: dict[tuple[str, str], list[dict[str, Any]]])
     for traffic in TRAFFIC:
         by_side = {side: each(side, traffic, np.median) for side in SIDES}
         ratios[traffic] = [ours / theirs for theirs, ours in zip(*by_side.values(), strict=True)]
-        # Of all steps together, between those of the rounds: a round has few steps behind its 99th percentile.
+        # Of all steps together, between those of the rounds: a round has few steps beyond its 99th.
         together = np.concatenate([run["hooks_ns"] for run in runs["kvhost", traffic]]) / 1e6
         tails[traffic] = each("kvhost", traffic, lambda ms: np.percentile(ms, 99))
         tails[traffic].append(float(np.percentile(together, 99)))
