@@ -34,6 +34,8 @@ LAYERS = 32
 # A pass is cut into so many portions: a session may hold a quarter of the slots as grants.
 PORTIONS = 5
 JOB_BYTES = 32 * MIB
+# What a round stores must still be there when it loads: the oldest round goes first.
+OPTIONS = ("--segment-size", "64MiB", "--policy", "lru")
 MADV_DONTNEED = 4
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -174,7 +176,7 @@ def measure(scale: Scale, report: Report) -> None:
     for case in FULL if scale.full else SHORT:
         rounds = scale.rounds if case == REQUIRED or scale.full else 2
         nbytes = GIB if case == REQUIRED or scale.full else GIB // 2
-        with Daemon(f"{nbytes * 3 // 2}", ["--segment-size", "64MiB"]) as daemon:
+        with Daemon(f"{nbytes * 3 // 2}", OPTIONS) as daemon:
             found[case] = measure_case(daemon, case, nbytes, rounds + 1, report)
         rows.append(_row(case, found[case]))
     report_required(found[REQUIRED], report)

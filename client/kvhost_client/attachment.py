@@ -253,10 +253,11 @@ class Attachment:
         if not self._published:
             self._published = True
             self._on_mapped(self._own_mapping())
-        answer = handover_pb2.MappedSegments(segment_ids=[segment.segment_id for segment in segments])
-        self._handover.send(handover_pb2.ToDaemon(mapped=answer))
+        # First, so that whoever hears that all is mapped can ask whether all is prefaulted.
         for segment in segments:
             self._prefaulter.add(segment)
+        answer = handover_pb2.MappedSegments(segment_ids=[segment.segment_id for segment in segments])
+        self._handover.send(handover_pb2.ToDaemon(mapped=answer))
 
     def _fence(self, fence: handover_pb2.Fence) -> None:
         epoch = self._own_mapping().fence(fence.session_below, fence.store_ids)
