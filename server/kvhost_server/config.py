@@ -7,7 +7,6 @@ import enum
 import grp
 import json
 import pwd
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -176,6 +175,8 @@ class Config:
     def to_toml(self, meanings: Mapping[str, str] = MappingProxyType({})) -> str:
         """A configuration file that says the same, with the source of each value as a comment, and above it
         what it means."""
+        import textwrap  # not needed where a daemon starts
+
         lines = []
         for name, value in self._values().items():
             if name in meanings:

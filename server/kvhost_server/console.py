@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from http import HTTPStatus
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from kvhost_server import __version__
@@ -168,7 +168,7 @@ async def page() -> Answer:
 @cache
 def _page() -> tuple[bytes, str]:
     """The page, and a policy under which it runs its own script and style and nothing else."""
-    text = resources.files(__package__).joinpath("console.html").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("console.html").read_text(encoding="utf-8")
 
     def digests(tag: str) -> str:
         return " ".join(

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 
 import pytest
@@ -14,6 +15,7 @@ from kvhost_server.web import MOST_CONNECTIONS, MOST_HEAD_BYTES, Answer, WebServ
 from tests.support.waiting import wait_for_async
 
 DEADLINE_S = 0.3
+PATIENT_S = 10.0
 LARGE = bytes(range(256)) * (1 << 16)
 
 
@@ -32,7 +34,7 @@ class Port:
         reader, writer = await self.connect()
         writer.write(request)
         try:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(2 * PATIENT_S):
                 return await reader.read()
         finally:
             writer.close()
@@ -41,8 +43,8 @@ class Port:
         return await self.say(f"GET {path} HTTP/1.1\r\n{headers}\r\n".encode())
 
 
-@pytest.fixture
-async def port() -> AsyncIterator[Port]:
+@asynccontextmanager
+async def serving(deadline_s: float) -> AsyncIterator[Port]:
     async def hello() -> Answer:
         return Answer(b"hello\n")
 
@@ -57,10 +59,23 @@ async def port() -> AsyncIterator[Port]:
         return Answer(b"")
 
     routes = {"/": hello, "/large": large, "/broken": broken, "/never": never}
-    server = WebServer(routes, head_deadline_s=DEADLINE_S, answer_deadline_s=DEADLINE_S)
+    server = WebServer(routes, head_deadline_s=deadline_s, answer_deadline_s=deadline_s)
     address = await server.listen(Address("127.0.0.1", 0))
     yield Port(server, address)
     await server.close()
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[Port]:
+    async with serving(PATIENT_S) as made:
+        yield made
+
+
+@pytest.fixture
+async def hasty() -> AsyncIterator[Port]:
+    """For those who must run into a deadline."""
+    async with serving(DEADLINE_S) as made:
+        yield made
 
 
 def status_of(answer: bytes) -> int:
@@ -115,31 +130,31 @@ async def test_another_sites_name_does_not_lead_here(port: Port) -> None:
         assert status_of(await port.get("/", f"Host: {host}\r\n")) == 200
 
 
-async def test_a_request_that_never_ends_is_ended(port: Port) -> None:
-    reader, writer = await port.connect()
+async def test_a_request_that_never_ends_is_ended(hasty: Port) -> None:
+    reader, writer = await hasty.connect()
     began = time.monotonic()
     with contextlib.suppress(ConnectionError):
-        while not reader.at_eof() and time.monotonic() - began < 5:
+        while not reader.at_eof() and time.monotonic() - began < PATIENT_S:
             writer.write(b"G")  # a byte now and then does not help
             await writer.drain()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.01):
                     await reader.read(1)
-    assert time.monotonic() - began < 10 * DEADLINE_S
-    assert port.server.anomalies["web_too_slow"] == 1
+    assert time.monotonic() - began < PATIENT_S
+    assert hasty.server.anomalies["web_too_slow"] == 1
     writer.close()
 
 
-async def test_an_answer_that_nobody_takes_is_dropped(port: Port) -> None:
-    _, writer = await port.connect()
+async def test_an_answer_that_nobody_takes_is_dropped(hasty: Port) -> None:
+    _, writer = await hasty.connect()
     writer.write(b"GET /large HTTP/1.1\r\n\r\n")
-    await wait_for_async(lambda: port.server.anomalies["web_too_slow"] == 1)
+    await wait_for_async(lambda: hasty.server.anomalies["web_too_slow"] == 1)
     writer.close()
 
 
-async def test_an_answer_that_cannot_be_made_in_time(port: Port) -> None:
-    assert await port.get("/never") == b""
-    assert port.server.anomalies["web_too_slow"] == 1
+async def test_an_answer_that_cannot_be_made_in_time(hasty: Port) -> None:
+    assert await hasty.get("/never") == b""
+    assert hasty.server.anomalies["web_too_slow"] == 1
 
 
 async def test_a_crowd_keeps_no_place_from_others(port: Port) -> None:
