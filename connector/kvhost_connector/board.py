@@ -185,9 +185,10 @@ class Board:
             if self._authority is not None:
                 self._changes_of(self._authority).touches.extend(chains)
 
-    def flush(self) -> None:
-        """The step's changes are complete: send them as one batch."""
-        if not self._changes and not self._missing():
+    def flush(self, *, urgent: bool = False) -> None:
+        """The step's changes are complete: send them as one batch. `urgent`: unless they can wait for the
+        step's second half, when copies have been reported."""
+        if not (self._changes.urgent if urgent else self._changes) and not self._missing():
             # Without the lock: orders come from the caller's own thread, the agent flushes its own.
             return
         with self._wake:

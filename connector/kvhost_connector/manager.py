@@ -159,11 +159,11 @@ class HostManager(OffloadingManager):
         if self._transferring is not None:
             self._transferring.drop_undelivered(req_id)
 
-    def flush(self) -> None:
-        """The step is over: its changes go as one message."""
+    def flush(self, *, urgent: bool = False) -> None:
+        """The step is over: its changes go as one message. `urgent`: before that, only what cannot wait."""
         if self._board is not None:
             self._board.engine_active()
-            self._board.flush()
+            self._board.flush(urgent=urgent)
 
     def reset(self, weights_version: str) -> None:
         """The weights changed: nothing from before takes effect any more (I12). At once, whatever the daemon

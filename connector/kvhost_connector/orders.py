@@ -69,6 +69,11 @@ class Changes:
     def __bool__(self) -> bool:
         return bool(self.assigns or self.commits or self.aborts or self.releases or self.touches)
 
+    @property
+    def urgent(self) -> bool:
+        """Whether somebody may wait for these: all but assigns, which can go with what follows."""
+        return bool(self.commits or self.aborts or self.releases or self.touches)
+
     def followed_by(self, later: Changes) -> Changes:
         """Both as one, in order."""
         return Changes(

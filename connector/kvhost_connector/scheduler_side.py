@@ -292,7 +292,8 @@ class SchedulerSide:
                 view.preemptions = status.req.num_preemptions
         for req_id in output.finished_req_ids or ():
             self.manager.forget(req_id)
-        self.manager.flush()
+        # The workers begin to copy in the next step: this one's assigns go with what they report now.
+        self.manager.flush(urgent=True)
         if meta is None:
             return StepMetadata({}, {}, None, epoch=self.manager.epoch, failed_requests=failed)
         fields = {name: getattr(meta, name) for name in NATIVE_FIELDS}
