@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from statistics import median
+from types import TracebackType
 
 from benchmarks.alone import run_alone
 from benchmarks.load import DIFFERENT, HASHES, load
@@ -29,26 +30,27 @@ _EVICTED = 32_768
 
 
 def measure(scale: Scale, report: Report) -> None:
-    start_and_idle(scale, report)
+    start(scale, report)
+    with Idle() as idle:
+        # What a process uses is counted for itself: it may be idle while another one works.
+        many_chunks(scale, report)
+        idle.tell(report)
     requests(scale, report)
-    many_chunks(scale, report)
 
 
-def start_and_idle(scale: Scale, report: Report) -> None:
-    """A daemon with a pool of 1 GiB."""
+def start(scale: Scale, report: Report) -> None:
+    """Daemons with a pool of 1 GiB."""
     opened: list[float] = []
     populated: list[float] = []
-    for last in [False] * (scale.rounds - 1) + [True]:
+    for _ in range(scale.rounds):
         began = time.monotonic()
         with Daemon("1GiB", wait=False) as daemon:
-            wait_for(lambda: _listens(daemon.socket), 10.0, "the port to open")
+            wait_for(lambda path=daemon.socket: _listens(path), 10.0, "the port to open")  # type: ignore[misc]
             opened.append(time.monotonic() - began)
             daemon.wait_serving()
             took = re.search(r"populated in ([\d.]+) s", daemon.wait_log("populated in"))
             if took is not None and float(took[1]) > 0:
-                populated.append(float(2**30) / 1e9 / float(took[1]))
-            if last:
-                _idle(daemon, report)
+                populated.append(2**30 / 1e9 / float(took[1]))
     report.figure("port_open_s", opened, "s", "process started to connected, a pool of 1 GiB behind it")
     report.figure("populate_gb_per_s", populated, "GB/s", "1 GiB, as the daemon logs it")
 
@@ -58,16 +60,33 @@ def _listens(path: str) -> bool:
         return probe.connect_ex(path) == 0
 
 
-def _idle(daemon: Daemon, report: Report) -> None:
-    with Engine(daemon.socket):
-        usage = Usage(daemon.pid)
-        time.sleep(1.0)
-        usage.cpu_s()
-        began = time.monotonic()
-        time.sleep(IDLE_S)
-        share = usage.cpu_s() / (time.monotonic() - began)
-        report.figure("idle_cpu_pct", 100 * share, "%", f"of one core over {IDLE_S:.0f} s, one idle session")
-        report.figure("idle_rss_mib", usage.rss_bytes / 2**20, "MiB", "resident, without shared memory")
+class Idle:
+    """A daemon with a pool of 1 GiB and one session that asks nothing."""
+
+    def __enter__(self) -> Idle:
+        with ExitStack() as stack:
+            daemon = stack.enter_context(Daemon("1GiB"))
+            stack.enter_context(Engine(daemon.socket))
+            time.sleep(1.0)  # what follows from the attaching is not idleness
+            self._usage = Usage(daemon.pid)
+            self._began = time.monotonic()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def tell(self, report: Report) -> None:
+        """What it used, over 20 s at least."""
+        time.sleep(max(0.0, self._began + IDLE_S - time.monotonic()))
+        seconds = time.monotonic() - self._began
+        share = self._usage.cpu_s() / seconds
+        report.figure(
+            "idle_cpu_pct", 100 * share, "%", f"of one core, over {seconds:.0f} s, one idle session"
+        )
+        report.figure("idle_rss_mib", self._usage.rss_bytes / 2**20, "MiB", "resident, without shared memory")
 
 
 def requests(scale: Scale, report: Report) -> None:

@@ -121,6 +121,9 @@ class Engine:
         while number < end:
             reserved = self.session.reserve(min(PER_CALL, end - number), deadline_s=_CALL_S)
             if not reserved.grants:
+                if waiting:  # grants are bounded: those that are on their way back must be so first
+                    _accepted(waiting.pop(0).result())
+                    continue
                 if not reserved.pending:
                     raise RuntimeError(f"no slot for chunk {number}: {reserved.reason}")
                 time.sleep(0.001)  # the worker maps another segment, in this process
