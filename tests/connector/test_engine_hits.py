@@ -166,16 +166,17 @@ def test_corrupted_bytes_are_seen_by_these_tests(engine: Make, daemon: Daemon, p
     reader = engine()
     (worker,) = reader.workers
     host = worker.connector.working.worker
-    copy_piece = host._copy_piece
+    copy_batch = host._copy_batch
 
-    def corrupting(pages: Any, mapping: Any, direction: Any, piece: Any) -> int:
-        address, _ = mapping.shard(piece.slot, 0)
+    def corrupting(job: Any, batch: Any, pages: Any, copier: Any, mapping: Any) -> int:
         from kvhost_connector.pages import bytes_at
 
-        bytes_at(address, 64)[:] ^= 0xFF
-        return int(copy_piece(pages, mapping, direction, piece))
+        for slot in job.plan.slots[batch.first : batch.end]:
+            address, _ = mapping.shard(slot, 0)
+            bytes_at(address, 64)[:] ^= 0xFF
+        return int(copy_batch(job, batch, pages, copier, mapping))
 
-    host._copy_piece = corrupting
+    host._copy_batch = corrupting
     reader.ask(asked, 1)
     assert reader.wrong
     reader.wrong.clear()
