@@ -14,18 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engines import drive, forget, kv_transfer, start, wait_usable
+from benchmarks.mooncake import FOLDER, TRACES
 from benchmarks.report import Report, Table
 from benchmarks.scale import Scale
-from tests.e2e.engine import ROOT, Engine
+from tests.e2e.engine import Engine
 from tests.e2e.models import VOCABULARY, Recipe, checkpoint
 from tests.support.daemon import Daemon
 
-# Mooncake's traces of the FAST'25 paper (Apache-2.0), beside the checkout.
-FOLDER = ROOT.parent / "shared" / "data"
-TRACES = {
-    "conversation": "mooncake_conversation_trace.jsonl",
-    "synthetic": "mooncake_synthetic_trace.jsonl",
-}
 REQUESTS = 200
 BLOCK = 32
 # A request of the trace may be longer than what the tiny model takes.
