@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,8 @@ DEPENDENCIES = {
     "typing-extensions",
 }
 
+COMPILER = shutil.which("cc") or shutil.which("gcc")
+
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -42,13 +46,21 @@ def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp(request.param)
     source = folder / "source"
     source.mkdir()
-    for part in PARTS:
-        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy2
-        copy(ROOT / part, source / part)
+    copy_source(source)
     environment = folder / "environment"
     bare_environment(environment)
     pip_install(environment / "bin" / "python", str(source), *(OLDEST if request.param == "oldest" else ()))
     return environment
+
+
+def copy_source(folder: Path) -> None:
+    """What an installation is built from, without what was built here."""
+    ignore = shutil.ignore_patterns("*.so", "__pycache__")
+    for part in PARTS:
+        if (ROOT / part).is_dir():
+            shutil.copytree(ROOT / part, folder / part, ignore=ignore)
+        else:
+            shutil.copy2(ROOT / part, folder / part)
 
 
 def run(environment: Path, program: str, *arguments: str) -> str:
@@ -108,3 +120,31 @@ import importlib.metadata as m
 print(*[f"{e.name} {e.value}" for e in m.entry_points(group="vllm.general_plugins")])
 """
     assert run(installed, "python", "-c", code).strip() == "kvhost kvhost_connector:register"
+
+
+@pytest.mark.skipif(COMPILER is None, reason="this machine has no C compiler")
+def test_carries_the_compiled_copying(installed: Path) -> None:
+    code = (
+        "from kvhost_connector.native import library_path, load_native; load_native(); print(library_path())"
+    )
+    path = Path(run(installed, "python", "-c", code).strip())
+    assert path.is_relative_to(installed)
+
+
+def test_without_a_compiler_it_is_installed_without_the_compiled_copying(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    copy_source(source)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    result = subprocess.run(
+        [*command, "--wheel-dir", str(tmp_path), str(source)],
+        env={**os.environ, "CC": "/bin/false"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "kvhost_connector/native.py" in names
+    assert not [name for name in names if name.endswith(".so")]
