@@ -216,8 +216,9 @@ class FakeDevice:
             moved = True
             while moved and done < most:
                 moved = False
-                for stream in self.streams:
-                    if done < most and stream.waiting and self._due(stream.waiting[0]):
+                # The newest first: what does not wait for earlier work runs ahead of it.
+                for stream in reversed(self.streams):
+                    while done < most and stream.waiting and self._due(stream.waiting[0]):
                         self._do(stream, stream.waiting.popleft())
                         done += 1
                         moved = True

@@ -187,8 +187,9 @@ def test_the_devices_own_kernel_reads_registered_memory_only(benches: Benches) -
     bench.store(1, [3, 4, 5], 0, 1, 9)
     bench.settle(1)
     bench.load(2, [6, 7], 0, 1)
+    bench.settle(2)
     bench.load(3, [6, 7], 0, 9)
-    bench.settle(2, 3)
+    bench.settle(3)
     assert not bench.failed
     by_kernel = [copy.by_kernel for copy in bench.device.copies if copy.direction == "load"]
     assert by_kernel == [True] * 6 + [False] * 6
