@@ -160,8 +160,8 @@ def _rates(jobs: Iterable[tuple[str, int, str]]) -> dict[tuple[str, int, str], H
 
 
 def measure(scale: Scale, report: Report) -> None:
-    """Fills `hit_rate_*`. The short form replays the server's LRU only where it is the divisor of a ratio, and
-    has the plain one in its place elsewhere: they hit the same, as the full form shows."""
+    """Fills `hit_rate_*`. The short form replays the server's LRU only where it is the divisor of a ratio;
+    elsewhere the plain one takes its place: they hit the same, as the full form shows."""
     try:
         for name in TRACES:
             load(name, 1)
@@ -202,15 +202,13 @@ def measure(scale: Scale, report: Report) -> None:
         mine, lru = (found["conversation", size, who].rate for who in (DEFAULT_POLICY, LRU))
         report.figure(f"hit_rate_{short}_vs_lru", mine / lru, "x", note)
     points = [
-        found[name, size, DEFAULT_POLICY].rate
-        - found.get((name, size, LRU), found[name, size, PLAIN_LRU]).rate
+        found[name, size, DEFAULT_POLICY].rate - found[name, size, LRU if scale.full else PLAIN_LRU].rate
         for name in TRACES
         for size in SIZES
     ]
     report.figure("hit_rate_worst_vs_lru_points", min(points), "points", note)
-    ours = max(
-        abs(hits.rate - found[n, s, PLAIN_LRU].rate) for (n, s, who), hits in found.items() if who == LRU
-    )
+    lrus = [(hits, found[name, size, PLAIN_LRU]) for (name, size, who), hits in found.items() if who == LRU]
+    ours = max(abs(hits.rate - plain.rate) for hits, plain in lrus)
     report.figure(
         "hit_rate_lru_vs_plain_points", ours, "points", "largest difference of our LRU to a plain one"
     )
