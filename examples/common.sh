@@ -21,10 +21,21 @@ folder=$(mktemp -d)
 export KVHOST_SOCKET=$folder/kvhostd.sock
 started=()
 
+# end_one PID: asks it to end, and after half a minute does not ask.
+end_one() {
+    kill -TERM "$1" 2>/dev/null || return 0
+    local try
+    for try in $(seq 150); do
+        kill -0 "$1" 2>/dev/null || break
+        sleep 0.2
+    done
+    kill -KILL "$1" 2>/dev/null || true
+    wait "$1" 2>/dev/null || true
+}
+
 end_all() {
     for pid in "${started[@]}"; do
-        kill -TERM "$pid" 2>/dev/null || continue
-        wait "$pid" 2>/dev/null || true
+        end_one "$pid"
     done
     rm -rf "$folder"
 }
@@ -69,8 +80,7 @@ start_engine() {
 
 end_engine() {
     say "the engine ends, and vLLM's own cache with it"
-    kill -TERM "$1"
-    wait "$1" 2>/dev/null || true
+    end_one "$1"
 }
 
 # stored: returns when the cache grows no more: what an engine computed reaches it a moment later.
