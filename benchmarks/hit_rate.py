@@ -206,7 +206,7 @@ def measure(scale: Scale, report: Report) -> None:
         for name in TRACES
         for size in SIZES
     ]
-    report.figure("hit_rate_worst_vs_lru_points", min(points), "points", note)
+    report.figure("hit_rate_worst_vs_lru_points", min(points), "points", "both traces, every size")
     lrus = [(hits, found[name, size, PLAIN_LRU]) for (name, size, who), hits in found.items() if who == LRU]
     ours = max(abs(hits.rate - plain.rate) for hits, plain in lrus)
     report.figure(
