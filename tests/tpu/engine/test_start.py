@@ -17,4 +17,6 @@ def test_attention_data_parallelism_is_refused() -> None:
         Daemon("4MiB") as daemon,
         pytest.raises(EngineDied, match="kvhost does not serve attention data parallelism"),
     ):
-        engine(daemon, devices=2, additional_config=strategy).start().close()
+        engine(
+            daemon, devices=2, environment={"NEW_MODEL_DESIGN": "1"}, additional_config=strategy
+        ).start().close()

@@ -40,7 +40,12 @@ def model() -> Path:
 
 
 def engine(
-    daemon: Daemon | None = None, *, devices: int = 1, settings: Any = None, **arguments: Any
+    daemon: Daemon | None = None,
+    *,
+    devices: int = 1,
+    settings: Any = None,
+    environment: Any = None,
+    **arguments: Any,
 ) -> Engine:
     """A tpu-inference engine, with kvhost's connector where a daemon is given."""
     transfer = None
@@ -53,7 +58,7 @@ def engine(
     return Engine(
         model(),
         kv_transfer=transfer,
-        environment={**shim.environment(devices), **plane.ENVIRONMENT},
+        environment={**shim.environment(devices), **plane.ENVIRONMENT, **(environment or {})},
         prepare="tests.tpu.engine.shim:install",
         start_deadline_s=START_S,
         tensor_parallel_size=devices,
