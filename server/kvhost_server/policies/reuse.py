@@ -12,10 +12,12 @@ KINDS = 4
 """Kinds of chunks: used once, twice, three times, more often."""
 
 SPANS = 16
-_SAMPLED = 1 << 14
+_MOST_SAMPLED = 1 << 14
+_FEWEST_SAMPLED = 1 << 10
+_SAMPLED_PER_SLOT = 16
 _HORIZON = 32
 _UNITS_PER_SLOT = 64
-_FEWEST_SLOTS = 1024
+_FEWEST_SLOTS = 64
 _BELIEF = 20.0
 _HABIT = 0.25
 _GONE = 0x80
@@ -35,7 +37,7 @@ class Counts:
 
 
 class ReuseHistory:
-    """The last 16384 uses of sampled keys, resident or not, and what they tell.
+    """The last uses of sampled keys, resident or not, and what they tell: 16 a slot, at most 16384.
 
     The sample thins as the cache grows, so that it reaches back 32 times the
     cache's size. Age spans double: the first is 1/64 of the cache. Old counts
@@ -49,8 +51,9 @@ class ReuseHistory:
         """Begins anew for a cache of this size."""
         self._slots = slots
         self.unit = max(1, slots // _UNITS_PER_SLOT)
+        self._sampled = min(_MOST_SAMPLED, max(_FEWEST_SAMPLED, _SAMPLED_PER_SLOT * slots))
         thinned = 1
-        while thinned * _SAMPLED < slots * _HORIZON:
+        while thinned * self._sampled < slots * _HORIZON:
             thinned *= 2
         self.sample_mask = thinned - 1
         self.counts = Counts()
@@ -58,10 +61,11 @@ class ReuseHistory:
         self._last = 0
         self._at: dict[int, int] = {}
         self.uses = 0
-        self._who = array("Q", bytes(8 * _SAMPLED))
-        self._when = array("Q", bytes(8 * _SAMPLED))
-        self._stamp = array("Q", bytes(8 * _SAMPLED))
-        self._kind = bytearray(_SAMPLED)
+        # They grow to their size with use: most namespaces of a host are small, or idle.
+        self._who = array("Q")
+        self._when = array("Q")
+        self._stamp = array("Q")
+        self._kind = bytearray()
         self._reached = [0] * SPANS
         # Stamps at which the spans end, the oldest first.
         self._edges = [0] * SPANS
@@ -85,31 +89,36 @@ class ReuseHistory:
             self._began = now
         before = self._at.get(fingerprint)
         if before is not None:
-            place = before % _SAMPLED
+            place = before % self._sampled
             span = ((now - self._when[place]) // self.unit).bit_length()
             self.counts.again[self._kind[place]][min(span, SPANS - 1)] += 1
             self._kind[place] |= _GONE
-        place = self.uses % _SAMPLED
-        if self.uses >= _SAMPLED:
+        place = self.uses % self._sampled
+        if self.uses >= self._sampled:
             if not self._kind[place] & _GONE:
                 del self._at[self._who[place]]
             if not place:
                 self.counts.halve()
-        self._who[place], self._when[place] = fingerprint, now
-        self._stamp[place], self._kind[place] = stamp, kind
+            self._who[place], self._when[place] = fingerprint, now
+            self._stamp[place], self._kind[place] = stamp, kind
+        else:
+            self._who.append(fingerprint)
+            self._when.append(now)
+            self._stamp.append(stamp)
+            self._kind.append(kind)
         self._at[fingerprint] = self.uses
         self.uses += 1
         self._last = now
 
     def advance(self, now: int) -> None:
         """Counts who has come through a span of age without a use."""
-        oldest = max(0, self.uses - _SAMPLED)
+        oldest = max(0, self.uses - self._sampled)
         for span in range(SPANS):
             at = max(self._reached[span], oldest)
             edge = now - (self.unit << span)
             through = self.counts.through
             while at < self.uses:
-                place = at % _SAMPLED
+                place = at % self._sampled
                 if self._when[place] > edge:
                     break
                 kind = self._kind[place]
@@ -118,7 +127,7 @@ class ReuseHistory:
                 at += 1
             self._reached[span] = at
             if at > oldest:
-                self._edges[-1 - span] = self._stamp[(at if at < self.uses else at - 1) % _SAMPLED]
+                self._edges[-1 - span] = self._stamp[(at if at < self.uses else at - 1) % self._sampled]
             else:
                 self._edges[-1 - span] = 0
 
