@@ -84,6 +84,7 @@ def demo_engine(daemon: Daemon) -> Engine:
         kind="served",
         kv_transfer=kv_transfer(daemon.socket, deadline_ms=2000, attach_wait_ms=10_000),
         environment={"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))},
+        start_deadline_s=600,
         max_model_len=4096,
         max_num_seqs=4,
         num_gpu_blocks_override=1024,
