@@ -41,9 +41,10 @@ def measure(scale: Scale, report: Report) -> None:
     with ExitStack() as stack:
         daemon = stack.enter_context(Daemon(f"{HOST_MEMORY_MIB}MiB"))
         model = checkpoint(Recipe(dtype="bfloat16"))
+        # Patient, so that both sides do the same work on a busy machine: requests wait outside of hooks.
         transfers = {
             "vLLM": baseline.kv_transfer(HOST_MEMORY_MIB << 20),
-            "kvhost": kv_transfer(daemon.socket),
+            "kvhost": kv_transfer(daemon.socket, deadline_ms=5000),
         }
         engines = {side: Engine(model, kv_transfer=transfers[side], **ARGUMENTS) for side in SIDES}
         start(stack, engines)
