@@ -189,8 +189,8 @@ KEYS: tuple[Key, ...] = (
         "staging_bytes",
         f"a whole number from 1 to {1 << 40}",
         None,
-        "On TPUs: device memory that blocks on their way may take, in bytes on each device; it comes on top of "
-        "what vLLM gives to the KV cache. Default: 256 MiB, or two blocks where these are more.",
+        "On TPUs: device memory that blocks on their way may take, in bytes on each device; it comes on top "
+        "of what vLLM gives to the KV cache. Default: 256 MiB, or two blocks where these are more.",
         _number(1, 1 << 40),
     ),
     Key(
