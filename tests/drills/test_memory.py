@@ -310,7 +310,7 @@ class TestHalfWay:
                 host = cgroup_v2(tmp_path / str(number), limit=1024 * MIB, current=1024 * MIB)
                 options = ["--cgroup-root", str(host), "--segment-size", "4MiB", "--memory-wait", "60"]
                 with Daemon("768MiB", options, wait=False) as daemon:
-                    daemon.wait_log("waiting for room")
+                    daemon.wait_log("waiting for room", 30.0)
                     (helper,) = children(daemon.pid, "populate.py")
                     (host / "memory.current").write_text("0")
                     part = record.random.randrange(1, 200) * MIB
@@ -400,7 +400,7 @@ class TestRestart:
                         "128MiB", options, folder=first.folder, prefix=cgroup.prefix, wait=False
                     ) as second:
                         if patient:
-                            second.wait_log("waiting for room", 10.0)
+                            second.wait_log("waiting for room", 30.0)
                             assert second.returncode is None
                             old.go_on()
                         second.wait_serving()

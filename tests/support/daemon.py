@@ -145,7 +145,7 @@ class Daemon:
         assert found is not None
         return found.group(1)
 
-    def wait_log(self, text: str, deadline_s: float = 5.0) -> str:
+    def wait_log(self, text: str, deadline_s: float = 15.0) -> str:
         """Returns the log once it contains the text."""
         wait_for(lambda: text in self.log, deadline_s, f"{text!r} in the log of kvhostd:\n{self.log}")
         return self.log
