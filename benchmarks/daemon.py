@@ -93,17 +93,18 @@ def requests(scale: Scale, report: Report) -> None:
     """Lookups of 64 hashes, all found, for each second of the daemon's processor."""
     rounds = scale.rounds if scale.full else 3
     rows = []
-    # What 16 busy engines ask; then as fast as they can, so many lookups in a message.
-    asked = [(16, 0), (1, 1), (4, 1), (16, 1), (16, 4), (16, 16)]
+    # What 16 busy engines ask, and 16 with little to do; then as fast as they can, so many in a message.
+    asked = [(16, "~4"), (16, "~1"), (1, "1"), (4, "1"), (16, "1"), (16, "4"), (16, "16")]
     if scale.full:
-        asked += [(1, 4), (1, 16), (4, 4), (4, 16)]
+        asked += [(1, "4"), (1, "16"), (4, "4"), (4, "16")]
     with small_slots(8 * DIFFERENT * HASHES) as daemon, Engine(daemon.socket) as engine:
         engine.store(0, DIFFERENT * HASHES)
         usage = Usage(daemon.pid)
-        for sessions, per_message in asked:
-            seconds = (3.0 if scale.full else 1.0) * (1 if per_message else 2)
+        for sessions, per in asked:
+            at_work = per.startswith("~")
+            seconds = (3.0 if scale.full else 1.0) * (2 if at_work else 1)
             by_cpu, by_wall, carried = [], [], []
-            with load(daemon.socket, sessions, per_message) as asking:
+            with load(daemon.socket, sessions, per) as asking:
                 asking.run(0.3)
                 for _ in range(rounds):
                     usage.cpu_s()
@@ -112,12 +113,10 @@ def requests(scale: Scale, report: Report) -> None:
                     by_wall.append(lookups / seconds)
                     carried.append(lookups / messages)
             each = f"{median(carried):.1f}"
-            key, how = (
-                f"requests_per_s_{sessions}x{per_message}",
-                "the next message when the last is answered",
-            )
-            if not per_message:
-                key, how = "requests_per_s", "a step every 20 ms, in each one new request on average"
+            key, how = f"requests_per_s_{sessions}x{per}", "the next message when the last is answered"
+            if at_work:
+                key = "requests_per_s" if per == "~4" else "requests_per_s_little_to_do"
+                how = f"a step every 20 ms, in each {per[1:]} new requests on average"
             note = f"64 hashes each; {sessions} engines, {how}; {each} lookups in a message"
             report.figure(key, by_cpu, "lookups/CPU-s", note)
             rows.append((sessions, how, each, f"{median(by_cpu):.0f}", f"{median(by_wall):.0f}"))

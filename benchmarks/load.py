@@ -1,9 +1,9 @@
 """Engines that do nothing but ask, in a process of their own: `python -m benchmarks.load SOCKET ENGINES PER`.
 
-Each asks its next question, of `PER` lookups of 64 hashes, when the last is answered. With `PER` 0 each is a
-busy engine: a step every 20 ms, in which requests arrive by chance, one on average, and are asked for in one
-message, as the connector does. Waits for a line on standard input, asks for so many seconds as it says, and
-prints how many lookups were answered in how many messages.
+Each asks its next question, of `PER` lookups of 64 hashes, when the last is answered. With `PER` as `~4` each
+is an engine at work: a step every 20 ms, in which requests arrive by chance, four on average, and are asked
+for in one message, as the connector does. Waits for a line on standard input, asks for so many seconds as it
+says, and prints how many lookups were answered in how many messages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from benchmarks.small import Engine, chain, engines, keys
 
 HASHES = 64
 STEP_S = 0.02
-ARRIVALS_A_STEP = 1.0
 DIFFERENT = 16
 """So many different lookups; the daemon must have their chunks."""
 
@@ -44,12 +43,12 @@ class Load:
 
 
 @contextmanager
-def load(socket: str, sessions: int, per_message: int) -> Iterator[Load]:
+def load(socket: str, sessions: int, per: str) -> Iterator[Load]:
     """So many engines in at most four processes, attached and ready."""
     count = min(4, sessions)
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.load", socket, str(sessions // count), str(per_message)],
+            [sys.executable, "-m", "benchmarks.load", socket, str(sessions // count), per],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -76,9 +75,10 @@ def _line(process: subprocess.Popen[str]) -> str:
 class Asker:
     """One engine, and what was answered to it."""
 
-    def __init__(self, engine: Engine, per_message: int, number: int) -> None:
+    def __init__(self, engine: Engine, per: str, number: int) -> None:
         self._engine = engine
-        self._per_message = per_message
+        self._per_message = 0 if per.startswith("~") else int(per)
+        self._a_step = float(per.removeprefix("~"))
         self._dice = random.Random(number)
         names = keys(0, DIFFERENT * HASHES)
         self._asked = [chain(names[HASHES * n :][:HASHES], n) for n in range(DIFFERENT)]
@@ -106,15 +106,15 @@ class Asker:
     def _arrivals(self) -> int:
         """So many as come in a step when each comes by itself (Poisson)."""
         count, left = 0, self._dice.random()
-        while left > exp(-ARRIVALS_A_STEP):
+        while left > exp(-self._a_step):
             count, left = count + 1, left * self._dice.random()
         return count
 
 
 def main() -> None:
-    socket, count, per_message = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    socket, count, per = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     with engines(socket, count) as attached:
-        askers = [Asker(engine, per_message, os.getpid() + n) for n, engine in enumerate(attached)]
+        askers = [Asker(engine, per, os.getpid() + n) for n, engine in enumerate(attached)]
         print("ready", flush=True)
         for line in sys.stdin:
             threads = [threading.Thread(target=asker.run, args=(float(line),)) for asker in askers]
