@@ -64,7 +64,5 @@ test-gpu: ## tests on a CUDA device, figures as JSON (GPU_PYTHON=...); fails whe
 bench: setup ## what kvhost costs and brings, under 5 minutes; FULL=1 for every size, ONLY=NAME for one
 	@$(VENV)/python -m benchmarks $(if $(FULL),--full) $(if $(ONLY),--only $(ONLY))
 
-# Not there yet: these say so and fail.
-
-bench-peers:
-	@echo "bench-peers: there is no comparison with other caches yet" >&2; exit 2
+bench-peers: setup ## kvhost beside other caches in one run, each from PyPI on first use; FULL=1, ONLY=NAME
+	@$(VENV)/python -m benchmarks.peers $(if $(FULL),--full) $(if $(ONLY),--only $(ONLY))

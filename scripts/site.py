@@ -50,6 +50,7 @@ PAGES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
             ("Protocol", "docs/protocol.md"),
             ("Reliability", "docs/reliability.md"),
             ("Claims", "docs/claims.md"),
+            ("Beside other caches", "docs/peers.md"),
             ("Scale", "docs/scale.md"),
         ),
     ),

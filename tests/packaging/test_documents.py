@@ -58,10 +58,3 @@ def test_make_targets_that_documents_name_exist() -> None:
     for document in DOCUMENTS:
         for target in re.findall(r"(?:^|`)make ([a-z][a-z-]*)\b", document.read_text(), re.MULTILINE):
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{document.name} names make {target}"
-
-
-@pytest.mark.parametrize("target", ["bench-peers"])
-def test_what_is_not_there_says_so(target: str) -> None:
-    result = subprocess.run(["make", "-s", target], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 2
-    assert result.stderr.startswith(f"{target}: ")
