@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -198,6 +199,20 @@ class Rounds:
     def _cpu(self) -> float:
         """Processor seconds of this process and its servers, to the nanosecond."""
         return time.process_time() + sum(time.clock_gettime(-8 * pid - 6) for pid in self._side.servers())
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def listens(port: int) -> bool:
+    """Whether somebody accepts connections there."""
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def serve(make: Callable[[Setting], Side]) -> None:

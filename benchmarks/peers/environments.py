@@ -72,6 +72,15 @@ PEERS: tuple[Peer, ...] = (
         lookups=(Variant("lmcache", "zmq-engine"), Variant("lmcache_grpc", "grpc-engine")),
         short=("lmcache_server_copies", "lmcache_large_chunks"),
     ),
+    Peer(
+        "openlake",
+        "OpenLake 0.8.1",
+        "openlake",
+        "openlake_client",
+        "openlake-vllm==0.8.1",
+        copies=(Variant("openlake", ""),),
+        lookups=(Variant("openlake", ""),),
+    ),
 )
 
 

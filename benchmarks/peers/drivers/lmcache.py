@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,16 @@ from lmcache.integration.vllm.vllm_multi_process_adapter import (  # type: ignor
     ParallelStrategy,
 )
 
-from benchmarks.peers.driver import BLOCK_TOKENS, Blocks, KVCache, Setting, Side, serve
+from benchmarks.peers.driver import (
+    BLOCK_TOKENS,
+    Blocks,
+    KVCache,
+    Setting,
+    Side,
+    free_port,
+    listens,
+    serve,
+)
 
 START_S = 90.0
 CALL_S = 60.0
@@ -49,7 +57,7 @@ class LMCache(Side):
             f"MP server over {transport}, {'worker' if mode == 'engine' else 'server'} copies, chunks of "
             f"{self._chunk_tokens} tokens; store, retrieve and lookup requests of its vLLM adapters"
         )
-        port = _free_port()
+        port = free_port()
         shm = f"kvhost-bench-{secrets.token_hex(4)}"
         self._log = tempfile.NamedTemporaryFile(prefix="lmcache-", suffix=".log", delete=False)  # noqa: SIM115
         command = [sys.executable, "-m", "lmcache.v1.multiprocess.server", "--transport", transport]
@@ -69,7 +77,7 @@ class LMCache(Side):
 
     def _attach(self, url: str, port: int, driven: str) -> None:
         until = time.monotonic() + START_S
-        while not _listens(port):
+        while not listens(port):
             if self._server.poll() is not None or time.monotonic() > until:
                 raise RuntimeError(f"LMCache's server did not start:\n{self._tail()}")
             time.sleep(0.05)
@@ -192,18 +200,6 @@ class LMCache(Side):
 
     def _tail(self) -> str:
         return "\n".join(Path(self._log.name).read_text(errors="replace").splitlines()[-15:])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.settimeout(1.0)
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 if __name__ == "__main__":
