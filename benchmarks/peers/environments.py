@@ -19,6 +19,7 @@ from pathlib import Path
 from scripts.user_cache import bare_environment, made_once, pip_install
 
 PROJECT_PACKAGES = sysconfig.get_path("purelib")
+ROOT = Path(__file__).resolve().parents[2]
 IMPORT_S = 120.0
 
 
@@ -36,10 +37,12 @@ class Variant:
 
 @dataclass(frozen=True)
 class Peer:
-    """Another cache. Without `requirement` it is in the project's environment already.
+    """Another cache. Without `requirement` it is in the project's environment already; `beside` is
+    installed with it.
 
-    `imports` is what its driver begins with. `copies` are compared in store and load, `lookups` in lookups;
-    the first of each stands for the peer, the others run in the full form or where `short` has their key.
+    `imports` is what its driver begins with, or the driver. `copies` are compared in store and load,
+    `lookups` in lookups; the first of each stands for the peer, the others run in the full form or where
+    `short` has their key.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Peer:
     driver: str
     imports: str
     requirement: str = ""
+    beside: tuple[str, ...] = ()
     copies: tuple[Variant, ...] = ()
     lookups: tuple[Variant, ...] = ()
     short: tuple[str, ...] = ()
@@ -81,6 +85,23 @@ PEERS: tuple[Peer, ...] = (
         copies=(Variant("openlake", ""),),
         lookups=(Variant("openlake", ""),),
     ),
+    Peer(
+        "mooncake",
+        "Mooncake Store 0.3.13",
+        "mooncake",
+        "benchmarks.peers.drivers.mooncake",
+        "mooncake-transfer-engine-non-cuda==0.3.13",
+        beside=("nvidia-cuda-runtime-cu12==12.9.79",),
+        copies=(Variant("mooncake", ""),),
+        lookups=(Variant("mooncake", ""),),
+    ),
+    Peer(
+        "vllm",
+        "vLLM's in-process manager",
+        "inprocess",
+        "vllm.v1.kv_offload.cpu.manager",
+        lookups=(Variant("vllm", ""),),
+    ),
 )
 
 
@@ -93,11 +114,11 @@ def environment(peer: Peer, say: Callable[[str], None] = lambda line: None) -> P
         say(f"{peer.name}: installing {peer.requirement} (once)")
         bare_environment(folder)
         python = folder / "bin" / "python"
-        pip_install(python, "--no-deps", "--only-binary", ":all:", peer.requirement)
+        pip_install(python, "--no-deps", "--only-binary", ":all:", peer.requirement, *peer.beside)
         (packages,) = folder.glob("lib/python*/site-packages")
         (packages / "project.pth").write_text(f"{PROJECT_PACKAGES}\n")
 
-    recipe = [sys.version, peer.requirement, PROJECT_PACKAGES]
+    recipe = [sys.version, peer.requirement, *peer.beside, PROJECT_PACKAGES]
     try:
         folder = made_once(f"peer-{peer.requirement.replace('==', '-')}", recipe, make)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
@@ -118,6 +139,7 @@ def check_import(python: Path, peer: Peer) -> None:
             text=True,
             check=False,
             timeout=IMPORT_S,
+            cwd=ROOT,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotInstallable(f"{peer.title} does not run here: {last_line(str(error))}") from error

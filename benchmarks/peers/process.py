@@ -15,9 +15,8 @@ from types import TracebackType
 from typing import Any
 
 from benchmarks.peers.driver import Round, Setting
-from benchmarks.peers.environments import last_line
+from benchmarks.peers.environments import ROOT, last_line
 
-ROOT = Path(__file__).resolve().parents[2]
 START_S = 150.0
 ANSWER_S = 120.0
 STOP_S = 30.0
