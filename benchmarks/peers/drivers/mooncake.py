@@ -65,7 +65,7 @@ class Mooncake(Side):
         address = self._client.alloc_from_mem_pool(nbytes)
         if not address or self._client.register_buffer(address, nbytes) != 0:
             raise RuntimeError(f"the dummy client has no {nbytes} bytes")
-        memory = np.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=np.uint8)
+        memory = np.frombuffer(memoryview((ctypes.c_char * nbytes).from_address(address)), dtype=np.uint8)
         views = list(memory.reshape(self.setting.layers, -1, self.setting.page_bytes))
         for view, pages in zip(views, cache.layers, strict=True):
             view[:] = pages
