@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 SUPPORTED = ((0, 32), (0, 33))
@@ -207,6 +207,27 @@ class SchedulerHalf:
             status.max_offload_tokens = 0
             self._half._req_status[request.request_id] = status
 
+    @property
+    def loading(self) -> Collection[bytes]:
+        """Keys that are being loaded; native has other requests that need them wait."""
+        return self._half._chunks_being_loaded or ()
+
+    def loads_all(self, request: Any, tokens: int) -> bool:
+        """Whether the load of this request covers so many tokens without a gap, from the first on."""
+        status = self.status(request.request_id)
+        ranges = getattr(status, "load_key_ranges", None)
+        if not ranges or not tokens:
+            return False
+        reached = status.num_locally_computed_tokens
+        end = reached + tokens
+        for first, behind, _ in ranges:
+            if first > reached:
+                return False
+            reached = max(reached, behind)
+            if reached >= end:
+                return True
+        return False
+
     def key_chains(self, req_id: str) -> list[list[bytes]]:
         """Keys of every group, head first, brought up to date. The lists are native's own and grow."""
         status = self.status(req_id)
@@ -289,6 +310,16 @@ class TrimmedOutput:
         return getattr(self._output, name)
 
 
+OFFERED_A_STEP = 24
+"""So many chunks are offered to be stored in a step, where more could wait; and one request at least."""
+
+OFFERED_PART = 8
+"""Where very many wait, this part of them: they must not become ever more."""
+
+LAST_TOKENS = 16
+"""A request that may be over in so few tokens is not put off: its blocks would go to others."""
+
+
 class IdleRequests:
     """Requests whose whole prompt native has offered to be stored, where prompts alone are stored.
 
@@ -296,12 +327,19 @@ class IdleRequests:
     `next_stored_chunk_idx` up to the end of what was computed, or of the prompt. With the index at the end of
     the prompt the second finds nothing. It moves back only when a load is allocated, which a lookup precedes,
     at a reset, and when we move it: `awaken` in each of these cases. What finished is never left out.
+
+    Where all groups are full attention, prompts that become complete together are offered one after the other
+    over the next steps, so that none of these is long: their blocks stay with them until they finish.
     """
 
     def __init__(self, half: Any) -> None:
         self._half = half
         self._prompts_only = bool(half.config.offload_prompt_only)
         self._tokens = [int(group.tokens_per_chunk) for group in half.config.kv_group_configs]
+        self._may_wait = all(
+            group.sliding_window_size_in_chunks is None and not group.is_eagle_group
+            for group in half.config.kv_group_configs
+        )
         # With the length of the prompt: a session that goes on has a longer one.
         self._idle: dict[str, tuple[Any, int]] = {}
 
@@ -322,6 +360,8 @@ class IdleRequests:
                 continue
             if not self._becomes_idle(req_id):
                 scheduled[req_id] = count
+        if self._may_wait and len(scheduled) > 1:
+            self._put_off(scheduled)
         cached = output.scheduled_cached_reqs
         resumed = cached.resumed_req_ids
         req_ids, new_blocks = [], []
@@ -330,6 +370,36 @@ class IdleRequests:
                 req_ids.append(req_id)
                 new_blocks.append(blocks)
         return TrimmedOutput(output, scheduled, CachedRequests(req_ids, new_blocks, resumed))
+
+    def _put_off(self, scheduled: dict[str, int]) -> None:
+        """Takes out requests whose chunks can as well be offered in a later step."""
+        due = {req_id: self._due(req_id, count) for req_id, count in scheduled.items()}
+        room = max(OFFERED_A_STEP, sum(due.values()) // OFFERED_PART)
+        offered = 0
+        for req_id, chunks in due.items():
+            if not chunks:
+                continue
+            if offered and offered + chunks > room and self._goes_on(req_id):
+                del scheduled[req_id]
+            else:
+                offered += chunks
+
+    def _due(self, req_id: str, count: int) -> int:
+        """How many chunks native would offer of a request that computes `count` tokens in this step."""
+        status = self._half._req_status.get(req_id)
+        if status is None:
+            return 0
+        end = min(status.req.num_computed_tokens + count, status.req.num_prompt_tokens)
+        if status.max_offload_tokens is not None:
+            end = min(end, status.max_offload_tokens)
+        return sum(
+            max(0, end // tokens - state.next_stored_chunk_idx)
+            for tokens, state in zip(self._tokens, status.group_states, strict=True)
+        )
+
+    def _goes_on(self, req_id: str) -> bool:
+        request = self._half._req_status[req_id].req
+        return bool(request.num_output_tokens + LAST_TOKENS < request.max_tokens)
 
     def _becomes_idle(self, req_id: str) -> bool:
         status = self._half._req_status.get(req_id)

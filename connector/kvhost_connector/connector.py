@@ -122,6 +122,14 @@ class KVHostConnector(OffloadingConnector):
             request, num_external_tokens, lambda: native(request, blocks, num_external_tokens)
         )
 
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        native = super().get_external_cache_hit_sources
+        return self.scheduling.hit_sources(
+            request, num_external_tokens, lambda: native(request, num_external_tokens)
+        )
+
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         return self.scheduling.build_metadata(scheduler_output, super().build_connector_meta)
 

@@ -29,10 +29,13 @@ from kvhost_connector.beliefs import Beliefs
 from kvhost_connector.board import Board
 from kvhost_connector.matching import Matching
 from kvhost_connector.metadata import Epoch, TransferReport
-from kvhost_connector.requests import RequestView
+from kvhost_connector.requests import Phase, RequestView
 from kvhost_connector.transferring import Shortfall, Transferring, refusal
 
 logger = logging.getLogger("vllm.kvhost")
+
+# Native asks for thousands of keys a step.
+HIT, MISS = LookupResult.HIT, LookupResult.MISS
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -109,6 +112,11 @@ class HostManager(OffloadingManager):
         """Whether native must not be asked yet: an answer is on its way. `computed`: tokens on the device."""
         self._absorb_news()
         return self._matching is not None and self._matching.must_wait(view, computed)
+
+    def foresee(self, view: RequestView, computed: int, loading: Collection[bytes]) -> bool:
+        """Whether what native would find is being pinned now, so that it need not be asked before that.
+        `loading`: keys that native is loading already."""
+        return self._matching is not None and self._matching.foresee(view, computed, loading)
 
     def must_pin(self, view: RequestView, context: ReqContext, computed: int, found: int) -> bool:
         """Native found `found` tokens behind `computed`: whether they must still be pinned before it may say
@@ -197,8 +205,10 @@ class HostManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Local knowledge only: native asks for thousands of keys a step."""
         view = self._views.get(req_context.req_id)
+        if view is not None and view.phase is Phase.PINNED:
+            return HIT if key in view.pins and key not in view.failed else MISS
         hit = view is not None and self._matching is not None and self._matching.is_hit(view, key)
-        return LookupResult.HIT if hit else LookupResult.MISS
+        return HIT if hit else MISS
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         return CacheHitSource.HOST

@@ -6,13 +6,14 @@ What a request was told to be loadable is pinned already. Nobody waits longer th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
-from kvhost_client.types import Found
+from kvhost_client.types import ChainQuery, Found
 from kvhost_connector.beliefs import Beliefs
 from kvhost_connector.board import Board
+from kvhost_connector.namespace import Group
 from kvhost_connector.orders import Ticket, TicketState
 from kvhost_connector.requests import MAX_ASKS, Phase, RequestView
 
@@ -77,35 +78,68 @@ class Matching:
             return False
         if view.phase is Phase.PINNED:
             hit = key in view.pins
-        elif view.phase is Phase.KNOWN:
-            hit = key in view.found or self._beliefs.stored(view.wire(key))
         else:
-            hit = False
+            hit = view.phase is Phase.KNOWN and self._is_believed(view, key)
         if hit:
             view.hits[key] = None
         return hit
 
+    def _is_believed(self, view: RequestView, key: bytes) -> bool:
+        return key not in view.failed and (key in view.found or self._beliefs.stored(view.wire(key)))
+
+    def foresee(self, view: RequestView, computed: int, loading: Collection[bytes]) -> bool:
+        """Pins what native would find by advice alone, without asking it: all groups are looked up by prefix.
+        False where nothing would be found, or it is not so simple; then native must be asked.
+
+        `loading`: keys that native is loading for another request, for which it would have this one wait.
+        """
+        if view.phase is not Phase.KNOWN or not view.prefix_only:
+            return False
+        end: int | None = None
+        # Failed keys are few, if any: most requests need no second look.
+        sure = view.found if not view.failed else frozenset()
+        for group, keys in zip(view.groups, view.chains, strict=True):
+            reach = computed // group.tokens_per_chunk
+            for key in keys[reach:]:
+                if key not in sure and not self._is_believed(view, key):
+                    break
+                reach += 1
+            end = reach * group.tokens_per_chunk if end is None else min(end, reach * group.tokens_per_chunk)
+        wanted: list[tuple[Group, list[bytes]]] = []
+        for group, keys in zip(view.groups, view.chains, strict=True):
+            size = group.tokens_per_chunk
+            if end is None or end - computed < size:
+                return False
+            wanted.append((group, keys[computed // size : -(-end // size)]))
+        if loading and any(key in loading for _, keys in wanted for key in keys):
+            return False
+        self._touch_once(view, computed)
+        self._pin(view, [view.query(group, keys) for group, keys in wanted], computed)
+        view.hits = dict.fromkeys(key for _, keys in wanted for key in keys)
+        return True
+
     def must_pin(self, view: RequestView, context: ReqContext, computed: int, found: int) -> bool:
         """Native found `found` tokens behind `computed`: whether they must still be pinned before it may say
         so (I3)."""
-        if not view.touched and computed:
-            view.touched = True
-            self._touch(view, computed)
+        self._touch_once(view, computed)
         if found == 0:
             self.let_go(view)
             return False
         if view.phase is Phase.PINNED:
             return False
         keys = [key for key in view.hits if _covers(view, context, key, computed, computed + found)]
-        view.ticket = self._board.ask(view.grouped(keys), pin=True, request=view.req_id)
+        self._pin(view, view.grouped(keys), computed)
+        view.hits = dict.fromkeys(keys)
+        return True
+
+    def _pin(self, view: RequestView, chains: Sequence[ChainQuery], computed: int) -> None:
+        view.ticket = self._board.ask(chains, pin=True, request=view.req_id)
         if view.ticket is None:
             view.phase = Phase.IDLE
             view.blind_until = self._clock() + BLIND_S
         else:
             view.phase = Phase.PINNING
             view.computed = computed
-            view.hits = dict.fromkeys(keys)
-        return True
 
     def let_go(self, view: RequestView) -> None:
         """Back to the beginning; what is held or asked for goes back."""
@@ -145,7 +179,10 @@ class Matching:
         view.answered_at = self._clock()
         hits = {wire for wire, at in ticket.found.items() if at == Found.HIT}
         self._beliefs.found(hits)
-        view.found = {key for chain in view.chains for key in chain if view.wire(key) in hits}
+        if view.adapter:
+            view.found = {key for chain in view.chains for key in chain if view.wire(key) in hits}
+        else:
+            view.found = hits
 
     def _take_pins(self, view: RequestView, ticket: Ticket) -> None:
         view.phase = Phase.PINNED
@@ -161,8 +198,11 @@ class Matching:
                 if ticket.found.get(wire) != Found.BOUND:
                     self._beliefs.missed(wire)
 
-    def _touch(self, view: RequestView, computed: int) -> None:
+    def _touch_once(self, view: RequestView, computed: int) -> None:
         """Chunks whose blocks the device still had: used, though not loaded."""
+        if view.touched or not computed:
+            return
+        view.touched = True
         self._board.touch(
             view.query(group, keys[: computed // group.tokens_per_chunk])
             for group, keys in zip(view.groups, view.chains, strict=True)

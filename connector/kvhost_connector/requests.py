@@ -64,6 +64,11 @@ class RequestView:
     wires: dict[bytes, bytes] = field(default_factory=dict)
     preemptions: int = 0
     hold_until_step: int = 0
+    # Whether every group is looked up by prefix.
+    prefix_only: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prefix_only = all(group.prefix for group in self.groups)
 
     def wire(self, key: bytes) -> bytes:
         """The key as the daemon knows it: an adapter's identity is inside."""

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
 from kvhost_client.link import Link
 from kvhost_client.session import Session
 from kvhost_client.types import Declared
@@ -213,6 +215,9 @@ class SchedulerSide:
             self._native.key_chains(request.request_id)
             if self.manager.must_wait(view, computed):
                 return WAIT
+            skips = request.skip_reading_prefix_cache
+            if not skips and self.manager.foresee(view, computed, self._native.loading):
+                return WAIT
             found, _ = native(request, computed)
             if found is None:
                 return WAIT
@@ -242,6 +247,13 @@ class SchedulerSide:
                 logger.exception("kvhost: the load of request %s failed", request.request_id)
         if view is not None:
             self.manager.allocated(view)
+
+    def hit_sources(
+        self, request: Any, external: int, native: Callable[[], dict[CacheHitSource, int]]
+    ) -> dict[CacheHitSource, int]:
+        """Where `external` loaded tokens came from. Native sorts the ranges of all keys by where each came
+        from; with us all come from one place, and the answer is known where they cover everything."""
+        return {CacheHitSource.HOST: external} if self._native.loads_all(request, external) else native()
 
     def finished(self, request: Any, native: Callable[[], tuple[bool, Any]]) -> tuple[bool, Any]:
         view = self.manager.view(request.request_id)

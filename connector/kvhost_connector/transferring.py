@@ -130,12 +130,14 @@ class Transferring:
     def _wanted(self, view: RequestView, keys: Collection[OffloadKey], context: ReqContext) -> list[Offered]:
         """The chunks that are worth a slot: nobody has or writes them, and a lookup could reach them."""
         self._beliefs.mark_cuts(view)
+        storing, stored, end_of = self._table.storing, self._beliefs.stored, context.get_offload_key_position
+        plain = not view.adapter
         wanted = []
         for key in keys:
-            wire = view.wire(key)
-            if wire in self._table.storing or self._beliefs.stored(wire):
+            wire = key if plain else view.wire(key)
+            if wire in storing or stored(wire):
                 continue
-            end = context.get_offload_key_position(key) or 0
+            end = end_of(key) or 0
             position, index = view.place(key, end)
             if not view.is_cut_off(position, index):
                 wanted.append(Offered(key, end, position, index))

@@ -7,22 +7,31 @@ from typing import Any
 
 import pytest
 
-from kvhost_connector.compat import IdleRequests
+from kvhost_connector.compat import LAST_TOKENS, OFFERED_A_STEP, OFFERED_PART, IdleRequests
 
 TOKENS = 32
 
 
-def half(*, prompts_only: bool = True, groups: int = 1) -> Any:
+def half(*, prompts_only: bool = True, groups: int = 1, window: int | None = None) -> Any:
     config = SimpleNamespace(
         offload_prompt_only=prompts_only,
-        kv_group_configs=[SimpleNamespace(tokens_per_chunk=TOKENS) for _ in range(groups)],
+        kv_group_configs=[
+            SimpleNamespace(
+                tokens_per_chunk=TOKENS, sliding_window_size_in_chunks=window, is_eagle_group=False
+            )
+            for _ in range(groups)
+        ],
     )
     return SimpleNamespace(config=config, _req_status={})
 
 
-def add(owner: Any, req_id: str, prompt: int, stored: list[int]) -> Any:
+def add(owner: Any, req_id: str, prompt: int, stored: list[int], *, to_come: int = 100) -> Any:
+    """`to_come`: how many tokens it may still answer."""
     states = [SimpleNamespace(next_stored_chunk_idx=index) for index in stored]
-    status = SimpleNamespace(req=SimpleNamespace(num_prompt_tokens=prompt), group_states=states)
+    request = SimpleNamespace(
+        num_prompt_tokens=prompt, num_computed_tokens=prompt, num_output_tokens=5, max_tokens=5 + to_come
+    )
+    status = SimpleNamespace(req=request, group_states=states, max_offload_tokens=None)
     owner._req_status[req_id] = status
     return status
 
@@ -88,3 +97,45 @@ def test_nothing_is_left_out_where_answers_are_stored_too() -> None:
     add(owner, "done", 64, [2])
     step = output(["done"])
     assert IdleRequests(owner).leave_out(step) is step
+
+
+def test_prompts_that_are_complete_together_are_offered_over_several_steps() -> None:
+    owner = half()
+    long = (OFFERED_A_STEP - 1) * TOKENS
+    for name in ("a", "b", "c"):
+        add(owner, name, long, [0])
+    idle = IdleRequests(owner)
+    for name in ("a", "b", "c"):
+        names = [left for left in ("a", "b", "c") if left >= name]
+        assert list(idle.leave_out(output(names)).num_scheduled_tokens) == [name]
+        owner._req_status[name].group_states[0].next_stored_chunk_idx = OFFERED_A_STEP - 1
+    assert not idle.leave_out(output(["a", "b", "c"])).num_scheduled_tokens
+
+
+def test_the_more_wait_the_more_are_offered_in_a_step() -> None:
+    owner = half()
+    names = [f"r{number}" for number in range(64)]
+    for name in names:
+        add(owner, name, OFFERED_A_STEP * TOKENS, [0])
+    assert len(IdleRequests(owner).leave_out(output(names)).num_scheduled_tokens) == 64 // OFFERED_PART
+
+
+def test_who_may_be_over_soon_does_not_wait() -> None:
+    owner = half()
+    for name in ("a", "b"):
+        add(owner, name, OFFERED_A_STEP * TOKENS, [0], to_come=LAST_TOKENS)
+    assert list(IdleRequests(owner).leave_out(output(["a", "b"])).num_scheduled_tokens) == ["a", "b"]
+
+
+def test_what_must_not_be_stored_keeps_nobody_waiting() -> None:
+    owner = half()
+    add(owner, "held back", OFFERED_A_STEP * TOKENS, [0]).max_offload_tokens = 0
+    add(owner, "b", OFFERED_A_STEP * TOKENS, [0])
+    assert "b" in IdleRequests(owner).leave_out(output(["held back", "b"])).num_scheduled_tokens
+
+
+def test_blocks_of_windows_do_not_wait() -> None:
+    owner = half(window=2)
+    for name in ("a", "b"):
+        add(owner, name, OFFERED_A_STEP * TOKENS, [0])
+    assert list(IdleRequests(owner).leave_out(output(["a", "b"])).num_scheduled_tokens) == ["a", "b"]

@@ -581,3 +581,46 @@ def test_a_manager_without_a_board_answers_everything() -> None:
     manager.flush()
     assert manager.get_stats() is None
     assert not manager.has_pending_work()
+
+
+# What native need not be asked.
+
+
+def foreseen(scene: Scene, view: RequestView, computed: int = 0, loading: Sequence[bytes] = ()) -> bool:
+    """Whether pins are asked for without native, once there is advice."""
+    wait_for(lambda: not scene.manager.must_wait(view, computed), what="advice")
+    return scene.manager.foresee(view, computed, loading)
+
+
+def test_a_prefix_is_pinned_by_advice_alone(scene: Scene) -> None:
+    scene.up()
+    put(scene.session, KEYS[:5])
+    view, context = scene.request()
+    assert foreseen(scene, view, computed=16)
+    assert scene.matched(view, context, computed=16) == 64
+    assert list(view.pins) == list(KEYS[1:5])
+
+
+def test_native_is_asked_where_nothing_is_to_be_found_or_somebody_loads_it(scene: Scene) -> None:
+    scene.up()
+    put(scene.session, KEYS[:2])
+    view, _ = scene.request()
+    assert not foreseen(scene, view, computed=32)
+    assert not foreseen(scene, view, loading=[KEYS[1]])
+    assert foreseen(scene, view, loading=[KEYS[2]])
+
+
+def test_keys_of_a_failed_load_are_not_foreseen(scene: Scene) -> None:
+    scene.up()
+    put(scene.session, KEYS[:3])
+    view, _ = scene.request()
+    view.failed.add(KEYS[0])
+    assert not foreseen(scene, view)
+
+
+def test_windows_are_looked_up_by_native(scene: Scene) -> None:
+    scene.up()
+    put(scene.session, KEYS)
+    windowed = Group(FULL.id, False, FULL.tokens_per_chunk)
+    view, _ = scene.request(groups=(windowed,))
+    assert not foreseen(scene, view)
