@@ -28,6 +28,7 @@ DEPENDENCIES = {
         "markdown-it-py",
         "mdurl",
         "numpy",
+        "prometheus-client",
         "protobuf",
         "pygments",
         "rich",
