@@ -321,7 +321,7 @@ class TestWrongPairing:
         thread.join()
         assert kind is VersionMismatch
         assert "2.0 (fake 1.0)" in sentence
-        assert "this client 1.0 (kvhost " in sentence
+        assert "this client 1.1 (kvhost " in sentence
         assert took < 2.0
 
     def test_another_socket_of_the_same_daemon(self, daemon: Daemon) -> None:

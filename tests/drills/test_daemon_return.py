@@ -23,7 +23,8 @@ from tests.support import Daemon, wait_for
 ROUNDS = rounds(4, 50)
 AWAY_S = scale(3, 30)
 USED_AGAIN_WITHIN_S = 2.0
-MEMORY = ("4MiB", ["--segment-size", "1MiB"])
+# A chunk that was just stored is pinned next: in the order of last use nothing else takes its place before.
+MEMORY = ("4MiB", ["--segment-size", "1MiB", "--policy", "lru"])
 LOOP = {"kind": "linked", "family": "l", "chains": 12, "length": 8}
 
 
