@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import enum
 import sys
 from collections.abc import Iterable, Sequence
@@ -16,6 +15,7 @@ from kvhost_connector.config import KEYS
 from kvhost_server.cli import command as kvhostd
 from kvhost_server.config import RELOADED
 from kvhost_server.exits import ExitCode
+from scripts.generated import keep
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -162,18 +162,8 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="configuration_page", description=__doc__)
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing, exit 1 when the page would change"
-    )
-    wanted = page()
-    if parser.parse_args(arguments).check:
-        if not PAGE.exists() or PAGE.read_text() != wanted:
-            print("docs/configuration.md is not what the code says: run `make docs`", file=sys.stderr)
-            return 1
-        return 0
-    PAGE.write_text(wanted)
-    return 0
+    stale = "docs/configuration.md is not what the code says: run `make docs`"
+    return keep(PAGE, page(), stale=stale, program="configuration_page", what=__doc__, arguments=arguments)
 
 
 if __name__ == "__main__":

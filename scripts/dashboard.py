@@ -5,13 +5,14 @@ Is it up, is it full, does it hit, is it slow, who uses it?
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from scripts.generated import keep
 
 FILE = Path(__file__).resolve().parent.parent / "deploy" / "grafana" / "dashboards" / "kvhost.json"
 HERE = 'job="$job", instance=~"$instance"'
@@ -371,18 +372,15 @@ def expressions() -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="dashboard", description=__doc__)
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing, exit 1 when the file would change"
+    stale = f"{FILE.name} is not what scripts/dashboard.py says: run `make docs`"
+    return keep(
+        FILE,
+        json.dumps(dashboard(), indent=2) + "\n",
+        stale=stale,
+        program="dashboard",
+        what=__doc__,
+        arguments=arguments,
     )
-    wanted = json.dumps(dashboard(), indent=2) + "\n"
-    if parser.parse_args(arguments).check:
-        if not FILE.exists() or FILE.read_text() != wanted:
-            print(f"{FILE.name} is not what scripts/dashboard.py says: run `make docs`", file=sys.stderr)
-            return 1
-        return 0
-    FILE.write_text(wanted)
-    return 0
 
 
 if __name__ == "__main__":

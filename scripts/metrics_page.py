@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 from kvhost_server.cli import DEFAULT_METRICS
 from kvhost_server.metrics import METRICS, MOST_NAMESPACES
 from scripts.configuration_page import table
+from scripts.generated import keep
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 
@@ -65,18 +65,8 @@ def page() -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="metrics_page", description=__doc__)
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing, exit 1 when the page would change"
-    )
-    wanted = page()
-    if parser.parse_args(arguments).check:
-        if not PAGE.exists() or PAGE.read_text() != wanted:
-            print("docs/metrics.md is not what the code says: run `make docs`", file=sys.stderr)
-            return 1
-        return 0
-    PAGE.write_text(wanted)
-    return 0
+    stale = "docs/metrics.md is not what the code says: run `make docs`"
+    return keep(PAGE, page(), stale=stale, program="metrics_page", what=__doc__, arguments=arguments)
 
 
 if __name__ == "__main__":
