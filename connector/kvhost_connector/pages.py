@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -170,14 +170,36 @@ class Watch:
             )
 
 
-class PageTable:
-    """The KV cache of one worker as registered: every group's pages."""
+class Group(Protocol):
+    """All layers of one KV cache group."""
 
-    def __init__(self, groups: Sequence[GroupPages], blocks: int, owners: Sequence[Any] = ()) -> None:
+    @property
+    def block_bytes(self) -> int: ...
+
+
+_Group = TypeVar("_Group", bound=Group)
+
+
+class Registered(Generic[_Group]):
+    """The KV cache of one worker as registered: every group's pages, wherever they lie."""
+
+    def __init__(self, groups: Sequence[_Group], blocks: int, owners: Sequence[Any] = ()) -> None:
         """`owners` are the tensors under the pages: kept alive, and watched for having moved."""
         self.groups = tuple(groups)
         self.blocks = blocks
         self._watch = Watch(owners)
+
+    def shard_bytes(self, blocks_per_chunk: int) -> int:
+        """Bytes that this rank writes for one chunk: what the largest group needs."""
+        return blocks_per_chunk * max(group.block_bytes for group in self.groups)
+
+    def check_in_place(self) -> None:
+        """Raises `CacheMoved` when a tensor's memory was released or replaced since it was registered."""
+        self._watch.check()
+
+
+class PageTable(Registered[GroupPages]):
+    """The KV cache of one worker in host memory."""
 
     @classmethod
     def of(cls, caches: Any) -> PageTable:
@@ -195,14 +217,6 @@ class PageTable:
             pages = [page_of(tensors[ref.tensor_idx], int(ref.page_size_bytes)) for ref in refs]
             groups.append(GroupPages.of(pages, count))
         return cls(groups, count, tensors)
-
-    def shard_bytes(self, blocks_per_chunk: int) -> int:
-        """Bytes that this rank writes for one chunk: what the largest group needs."""
-        return blocks_per_chunk * max(group.block_bytes for group in self.groups)
-
-    def check_in_place(self) -> None:
-        """Raises `CacheMoved` when a tensor's memory was released or replaced since it was registered."""
-        self._watch.check()
 
 
 def check_blocks(tensors: Sequence[Any]) -> int:

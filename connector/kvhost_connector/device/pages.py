@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvhost_connector.pages import NULL_BLOCK, Page, Piece, UnusablePages, Watch, check_blocks, page_of
+from kvhost_connector.pages import NULL_BLOCK, Page, Piece, Registered, UnusablePages, check_blocks, page_of
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,14 @@ class DeviceGroup:
     block_bytes: int
 
 
-class DevicePages:
+class DevicePages(Registered[DeviceGroup]):
     """The KV cache of one worker as registered: every group's fragments, in the memory of one device."""
 
     def __init__(
         self, groups: Sequence[DeviceGroup], blocks: int, device: int, owners: Sequence[Any] = ()
     ) -> None:
-        self.groups = tuple(groups)
-        self.blocks = blocks
+        super().__init__(groups, blocks, owners)
         self.device = device
-        self._watch = Watch(owners)
 
     @classmethod
     def of(cls, caches: Any) -> DevicePages:
@@ -79,14 +77,6 @@ class DevicePages:
             ]
             groups.append(DeviceGroup(_fragments(pages), sum(page.bytes for page, _ in pages)))
         return cls(groups, blocks, int(tensors[0].device.index or 0), tensors)
-
-    def shard_bytes(self, blocks_per_chunk: int) -> int:
-        """Bytes that this rank writes for one chunk: what the largest group needs."""
-        return blocks_per_chunk * max(group.block_bytes for group in self.groups)
-
-    def check_in_place(self) -> None:
-        """Raises `CacheMoved` when a tensor's memory was released or replaced since it was registered."""
-        self._watch.check()
 
 
 def _fragments(pages: Sequence[tuple[Page, Any]]) -> tuple[Fragment, ...]:
