@@ -43,6 +43,9 @@ Matched = tuple[int | None, bool]
 Declaration = tuple[common_pb2.NamespaceSpec, Mapping[int, bytes]]
 WAIT: Matched = (None, False)
 
+SLOTS_AHEAD = 64
+"""At least so many slots are granted ahead: two short steps may be over before a busy daemon answers."""
+
 
 def instance_id(vllm_config: Any) -> bytes:
     """16 bytes shared by the scheduler and all workers of one engine, and by nobody else: a configured
@@ -77,7 +80,9 @@ class SchedulerSide:
         budget = int(vllm_config.scheduler_config.max_num_batched_tokens)
         self.board = Board(
             deadline_s=config.deadline_s,
-            stock_target=sum(2 * -(-budget // group.tokens_per_chunk) for group in self._groups),
+            stock_target=max(
+                SLOTS_AHEAD, sum(2 * -(-budget // group.tokens_per_chunk) for group in self._groups)
+            ),
         )
         self.manager.attach(
             self.board,

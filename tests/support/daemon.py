@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvhost_client.paths import grpc_target
 from kvhost_proto.v1 import admin_pb2, admin_pb2_grpc
 from tests.support.waiting import wait_for
+from tests.support.weight import weigh_as_service
 
 START_DEADLINE_S = 20.0
 STOP_DEADLINE_S = 10.0
@@ -68,7 +69,9 @@ class Daemon:
                 stdout=log,
                 stderr=log,
                 env={**_clean_environment(), **(env or {})},
+                start_new_session=True,
             )
+        weigh_as_service(self.process.pid)
         if wait:
             try:
                 self.wait_serving()
