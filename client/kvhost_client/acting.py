@@ -161,20 +161,62 @@ def _wait_for_writers(options: Options, wait: float) -> int:
 @click.command()
 @click.option("--floor", type=Size(), help="Never below this much, once it has it.")
 @click.option("--cap", type=Size(), help="Never above this much; 0 removes the cap.")
+@click.option("--pool", type=Size(), help="Not a namespace but the whole pool: shrink or grow it to this.")
+@click.option(
+    "--wait",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    default=60.0,
+    show_default=True,
+    help="With --pool: wait so long for it.",
+)
 @namespace_option
 @with_json
-def limit(options: Options, floor: int | None, cap: int | None, namespace: str) -> int:
-    """Bounds a namespace, in whole segments, while it is in use.
+def limit(
+    options: Options, *, floor: int | None, cap: int | None, pool: int | None, wait: float, namespace: str
+) -> int:
+    """Bounds a namespace, or gives the pool another size, while it is in use.
 
-    What is above a new cap, and not held, goes at once.
+    Sizes are rounded up to whole segments. What is above a new bound, and not held, goes at once, the least
+    recently used first. The pool keeps its size until the daemon ends: a lasting one stands in its
+    configuration. Exit code 1 with --pool if it has not the new size when the wait is over; it goes on
+    towards it where chunks are still held, not where memory is missing.
+
+    \b
+    Examples:
+      kvhostctl limit --namespace 1 --floor 4GiB --cap 16GiB
+      kvhostctl limit --pool 48GiB
     """
+    if pool is not None:
+        if floor is not None or cap is not None or namespace:
+            raise click.UsageError("--pool goes without --floor, --cap and --namespace.")
+        return _resize(options, pool, wait)
     if floor is None and cap is None:
-        raise click.UsageError("say --floor, --cap, or both, as in --cap 8GiB.")
+        raise click.UsageError("say --floor, --cap, or both, as in --cap 8GiB; or --pool for the whole pool.")
     with options.admin() as admin:
         reply = admin.set_limits(namespace, floor_bytes=floor, cap_bytes=cap)
     bound = f"at most {reply.cap_segments}" if reply.cap_segments else "no cap"
     show(options, reply, f"at least {reply.floor_segments} segments, {bound}")
     return YES
+
+
+def _resize(options: Options, size: int, wait: float) -> int:
+    """Asks for another size, and waits until the pool has it."""
+    until = time.monotonic() + wait
+    with progress("resizing") as advance, options.admin() as admin:
+        before = admin.status().memory.populated_bytes
+        reply = admin.resize_pool(size)
+        wanted = reply.segments * reply.segment_bytes
+        while True:
+            memory = admin.status().memory
+            left = abs(wanted - memory.populated_bytes)
+            advance(abs(wanted - before) - left, abs(wanted - before))
+            # Planned for less than asked: the memory cannot be had.
+            if not left or memory.segments < reply.segments or time.monotonic() > until:
+                break
+            time.sleep(_EVERY_S)
+    show(options, memory, "memory")
+    return NO if left else YES
 
 
 # As it was called first.

@@ -96,6 +96,11 @@ class AdminClient:
         )
         return self._change("SetLimits", request, admin_pb2.SetLimitsReply)
 
+    def resize_pool(self, nbytes: int) -> admin_pb2.ResizePoolReply:
+        """Another size for the whole pool, until the daemon's end; `status` shows how far it is."""
+        asked = admin_pb2.ResizePoolRequest(bytes=nbytes)
+        return self._change("ResizePool", asked, admin_pb2.ResizePoolReply)
+
     def explain(
         self, keys: Sequence[str] = (), request: str = "", namespace: str = ""
     ) -> admin_pb2.ExplainReply:

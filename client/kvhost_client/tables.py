@@ -102,7 +102,23 @@ def status(reply: admin_pb2.StatusReply) -> None:
         f"up {age(reply.uptime_s)}  boot {reply.boot_id}",
         style="bold",
     )
-    memory = reply.memory
+    _memory(console, reply.memory)
+    _namespaces(console, reply.namespaces)
+    _sessions(console, reply.sessions)
+    _counters(console, "counter", reply.counters)
+    happened = {name: count for name, count in reply.anomalies.items() if count}
+    if happened:
+        _counters(console, "anomaly", happened)
+    else:
+        console.print("no anomalies")
+
+
+def memory(reply: admin_pb2.Memory) -> None:
+    """The pool alone."""
+    _memory(_console(), reply)
+
+
+def _memory(console: Console, memory: admin_pb2.Memory) -> None:
     console.print(
         f"memory   {size(memory.capacity_bytes)} of {size(memory.asked_bytes)} asked, "
         f"{size(memory.populated_bytes)} populated, {size(memory.locked_bytes)} locked, "
@@ -118,14 +134,6 @@ def status(reply: admin_pb2.StatusReply) -> None:
     )
     for note in memory.notes:
         console.print(f"note     {printable(note)}", style="yellow")
-    _namespaces(console, reply.namespaces)
-    _sessions(console, reply.sessions)
-    _counters(console, "counter", reply.counters)
-    happened = {name: count for name, count in reply.anomalies.items() if count}
-    if happened:
-        _counters(console, "anomaly", happened)
-    else:
-        console.print("no anomalies")
 
 
 def namespaces(reply: Mapping[str, Sequence[admin_pb2.NamespaceStatus]], every_part: bool = False) -> None:
@@ -306,6 +314,7 @@ def _counters(console: Console, title: str, counts: Mapping[str, int]) -> None:
 
 TABLES: dict[str, Callable[[Any], None]] = {
     "status": status,
+    "memory": memory,
     "namespaces": namespaces,
     "sessions": sessions,
     "chunks": chunks,

@@ -29,10 +29,12 @@ from kvhost_server.stewardship import (
     operator_bound,
     pin,
     reset_namespace,
+    resize_pool,
     set_limits,
     unpin,
 )
 from kvhost_server.telling import PoolFacts, Telling
+from kvhost_server.units import format_size
 from kvhost_server.version import version_message
 from kvhost_server.wire import answers
 
@@ -171,6 +173,20 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         cap = request.cap_bytes if request.HasField("cap_bytes") else None
         set_limits(self._books, self._manager.attachment, namespace, floor, cap)
         return admin_pb2.SetLimitsReply(floor_segments=namespace.floor, cap_segments=namespace.cap)
+
+    @answers
+    async def ResizePool(self, request: admin_pb2.ResizePoolRequest) -> admin_pb2.ResizePoolReply:
+        if self._books.state is ServiceState.STARTING:
+            raise Refused(Code.FAILED_PRECONDITION, "the daemon is still starting; resize it when it serves")
+        resize_pool(self._books, self._manager.attachment, request.bytes)
+        lending = self._books.lending
+        logger.info(
+            "the pool is to have %s (%d segments), it had %d segments",
+            format_size(request.bytes),
+            lending.budget,
+            lending.segments,
+        )
+        return admin_pb2.ResizePoolReply(segments=lending.budget, segment_bytes=lending.segment_bytes)
 
     @answers
     async def Explain(self, request: admin_pb2.ExplainRequest) -> admin_pb2.ExplainReply:

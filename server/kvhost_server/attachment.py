@@ -93,6 +93,18 @@ class Attachment:
                 self.grow(namespace)
                 return
 
+    def resize(self, asked_bytes: int) -> None:
+        """Another size for the pool. What is too much and held goes later, with `settle`."""
+        self._books.lending.resize(asked_bytes)
+        self.settle()
+
+    def settle(self) -> None:
+        """Gives back what is above the pool's budget."""
+        with self._books.fates.because(Cause.LIMIT):
+            retired = self._books.lending.settle()
+        if retired:
+            self._retired(retired)
+
     def take_free(self, session: Session, namespace: Namespace, most: int) -> list[SlotIndex]:
         """Free slots that this session may write, at most so many; the rest is for `take` to find."""
         return namespace.table.take_free(session.usable_rows, most)
@@ -119,13 +131,16 @@ class Attachment:
         if loan is not None:
             self._offer_to_sessions(loan)
         elif self._steal_for(namespace):
-            self._books.counters["segments_retired"] += 1
-            for other in self._books.namespaces.values():
-                self._books.tell_evictions(other)
-                self.refresh_sessions_of(other)
+            self._retired(1)
         else:
             return False
         return True
+
+    def _retired(self, segments: int) -> None:
+        self._books.counters["segments_retired"] += segments
+        for namespace in self._books.namespaces.values():
+            self._books.tell_evictions(namespace)
+            self.refresh_sessions_of(namespace)
 
     def _steal_for(self, namespace: Namespace) -> bool:
         with self._books.fates.because(Cause.SEGMENT, namespace.number):

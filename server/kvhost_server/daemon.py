@@ -101,6 +101,12 @@ class Orders:
     def clean(self, pool_index: int) -> None:
         self.pool.clean(pool_index, self.manager.segment_clean)
 
+    def resize(self, asked_bytes: int, fresh: Sequence[int]) -> None:
+        self.pool.resize(asked_bytes, fresh, self.manager.segment_ready, self.manager.segments_missing)
+
+    def release(self, pool_index: int) -> None:
+        self.pool.release(pool_index)
+
     def events(self, namespace: NamespaceNumber) -> None:
         self.service.events(namespace)
 

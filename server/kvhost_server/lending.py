@@ -20,8 +20,9 @@ _PATIENCE_S = 1.0
 
 
 class SegmentState(Enum):
-    """Where a pool segment stands."""
+    """Where a pool segment stands. An empty one has no memory: it is above the pool's budget."""
 
+    EMPTY = "empty"
     POPULATING = "populating"
     FREE = "free"
     LENT = "lent"
@@ -46,13 +47,15 @@ class Lending:
     Args:
         segment_bytes: size of every segment.
         segments: how many the pool will have; each is lent only after `ready`.
-        outbox: takes the orders to retire and to zero.
+        outbox: takes the orders to retire, to zero, to allocate and to give back.
         clock: seconds, monotonic.
     """
 
     def __init__(self, segment_bytes: int, segments: int, outbox: Outbox, clock: Callable[[], float]) -> None:
         self.segment_bytes = segment_bytes
         self.states = [SegmentState.POPULATING] * segments
+        # So many are wanted; while some above it are held, there are more.
+        self.budget = segments
         self.loans: dict[SegmentId, Loan] = {}
         self._outbox = outbox
         self._clock = clock
@@ -64,8 +67,56 @@ class Lending:
     def free_segments(self) -> int:
         return len(self._free)
 
+    @property
+    def segments(self) -> int:
+        """Segments that have memory, or get it now."""
+        return len(self.states) - self.states.count(SegmentState.EMPTY)
+
+    def resize(self, asked_bytes: int) -> None:
+        """The pool's budget is this many bytes from now on, in whole segments, rounded up. What is missing is
+        allocated; for what is too much call `settle`."""
+        self.budget = -(-asked_bytes // self.segment_bytes)
+        more = self.budget - self.segments
+        self.states.extend([SegmentState.EMPTY] * (self.budget - len(self.states)))
+        empty = [index for index, state in enumerate(self.states) if state is SegmentState.EMPTY]
+        fresh = empty[: max(0, more)]
+        for index in fresh:
+            self.states[index] = SegmentState.POPULATING
+        self._outbox.resize(asked_bytes, fresh)
+
+    def settle(self) -> int:
+        """Gives back what is above the budget: free segments, then lent ones of which nothing is held, those
+        without chunks or with the oldest use first, of namespaces above their floor. Returns how many of the
+        latter were retired now."""
+        surplus = self.segments - self.budget
+        while surplus > 0 and self._free:
+            self._empty(self._free.pop())
+            surplus -= 1
+        if surplus <= 0:
+            return 0
+        # These go by themselves, when they are ready.
+        states = (SegmentState.RETIRING, SegmentState.CLEANING, SegmentState.POPULATING)
+        surplus -= sum(state in states for state in self.states)
+        retired = 0
+        for loan in sorted(self._unheld(), key=lambda loan: (self._has_chunks(loan), self._used_at(loan))):
+            if retired >= surplus:
+                break
+            if loan.namespace.segments > loan.namespace.floor:
+                self.retire(loan)
+                retired += 1
+        return retired
+
+    def missing(self, pool_indices: Iterable[int]) -> None:
+        """There was no memory for these segments: the budget is what there is."""
+        for index in pool_indices:
+            self.states[index] = SegmentState.EMPTY
+        self.budget = min(self.budget, self.segments)
+
     def ready(self, pool_index: int) -> Loan | None:
         """A segment is populated or zeroed. Returns the loan if a namespace was waiting for it."""
+        if self.segments > self.budget:
+            self._empty(pool_index)
+            return None
         self.states[pool_index] = SegmentState.FREE
         self._free.append(pool_index)
         while self._waiting:
@@ -127,10 +178,8 @@ class Lending:
         slow = self.slow_holders().keys()
         candidates = [
             loan
-            for loan in self.loans.values()
-            if self.states[loan.pool_index] is SegmentState.LENT
-            and (loan.namespace is namespace or loan.namespace.segments > loan.namespace.floor)
-            and not loan.namespace.table.row_held[loan.namespace.row_of_segment[loan.segment_id]]
+            for loan in self._unheld()
+            if loan.namespace is namespace or loan.namespace.segments > loan.namespace.floor
         ]
         soon = [loan for loan in candidates if loan.holders.isdisjoint(slow)]
         if not (soon or stuck or namespace.segments):
@@ -189,11 +238,32 @@ class Lending:
             self._waiting.append(namespace)
         namespace.expecting_since = self._clock()
 
+    def _unheld(self) -> list[Loan]:
+        """Loans of whose chunks nobody holds one."""
+        return [
+            loan
+            for loan in self.loans.values()
+            if self.states[loan.pool_index] is SegmentState.LENT
+            and not loan.namespace.table.row_held[loan.namespace.row_of_segment[loan.segment_id]]
+        ]
+
+    def _has_chunks(self, loan: Loan) -> bool:
+        namespace = loan.namespace
+        row = namespace.row_of_segment[loan.segment_id]
+        return namespace.table.free_slots({row}) < namespace.slots_per_segment
+
     def _used_at(self, loan: Loan) -> int:
         return loan.namespace.table.row_used_at[loan.namespace.row_of_segment[loan.segment_id]]
 
     def _clean_if_free(self, loan: Loan) -> None:
         if not loan.holders:
             del self.loans[loan.segment_id]
+            if self.segments > self.budget:
+                self._empty(loan.pool_index)
+                return
             self.states[loan.pool_index] = SegmentState.CLEANING
             self._outbox.clean(loan.pool_index)
+
+    def _empty(self, pool_index: int) -> None:
+        self.states[pool_index] = SegmentState.EMPTY
+        self._outbox.release(pool_index)

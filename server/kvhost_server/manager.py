@@ -83,6 +83,11 @@ class Manager:
     def pool_ends_at(self, segments: int) -> None:
         """The pool turned out smaller than planned: there are this many segments, each ready (I9)."""
         del self.books.lending.states[segments:]
+        self.books.lending.budget = segments
+
+    def segments_missing(self, pool_indices: Sequence[int]) -> None:
+        """There is no memory for these segments, by which the pool should have grown."""
+        self.books.lending.missing(pool_indices)
 
     def segment_clean(self, pool_index: int) -> None:
         """A segment that came back was zeroed: it may be lent again."""
@@ -96,8 +101,10 @@ class Manager:
                 reset_namespace(self.books, loan.namespace)
 
     def tend(self) -> None:
-        """Now and then: namespaces with engines and no segment try again for one. When they came, every
-        segment was held, and that this has changed nobody tells."""
+        """Now and then: what is above the pool's budget and was held may go; namespaces with engines and no
+        segment try again for one. When they came, every segment was held, and that this has changed nobody
+        tells."""
+        self.attachment.settle()
         for namespace in list(self.books.namespaces.values()):
             if namespace.sessions and not namespace.segments:
                 self.attachment.grow(namespace)

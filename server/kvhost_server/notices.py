@@ -96,6 +96,13 @@ class Outbox(Protocol):
     def clean(self, pool_index: int) -> None:
         """Zero this segment, then call `segment_clean`."""
 
+    def resize(self, asked_bytes: int, fresh: Sequence[int]) -> None:
+        """The pool was asked to be of this size: allocate these segments, and call `segment_ready` for each
+        or `segments_missing`."""
+
+    def release(self, pool_index: int) -> None:
+        """Nobody has this segment mapped: give its memory back."""
+
     def events(self, namespace: NamespaceNumber) -> None:
         """Key events of this namespace wait: call `take_events` soon."""
 

@@ -1,5 +1,5 @@
 """The segments: sealed memfds, allocated before anybody sees them (I9), locked on request, zeroed between
-loans.
+loans, given back whole when the pool shrinks.
 
 Owns every segment's file descriptor. Bytes are never read here, and no hole is ever made: pages that a device
 driver has pinned would be detached from the file.
@@ -11,7 +11,7 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +31,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _ZEROS = bytes(1 << 20)
 _BLOCK = 512  # the unit of st_blocks
 _TELL_EVERY_S = 10.0
+_NO_FD = -1
 
 _Result = TypeVar("_Result")
 
@@ -39,12 +40,20 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Segment:
+    """One segment; without a file when it is above the pool's budget."""
+
     index: int
-    fd: int
+    fd: int = _NO_FD
     allocated: int = 0
     ready: bool = False
     locked: LockedMap | None = None
     hole_seen: bool = False
+
+    def leave(self) -> "_Segment":
+        """Empties it. What it had is the result, for the caller to free."""
+        left = _Segment(self.index, self.fd, locked=self.locked)
+        self.fd, self.locked, self.allocated, self.ready = _NO_FD, None, 0, False
+        return left
 
 
 class Pool:
@@ -67,6 +76,7 @@ class Pool:
         self._wait_s = wait_s
         self._strict = strict
         self._cgroup_root = cgroup_root
+        self._asked_bytes = plan.asked_bytes
         self._notes = list(plan.notes)
         self._check_lock()
         self._segments: list[_Segment] = []
@@ -90,7 +100,8 @@ class Pool:
 
     @property
     def asked_bytes(self) -> int:
-        return self.plan.asked_bytes
+        """What --memory asked for, or the last `resize`."""
+        return self._asked_bytes
 
     @property
     def segment_bytes(self) -> int:
@@ -99,7 +110,7 @@ class Pool:
     @property
     def segments(self) -> int:
         """Segments that exist: as planned, fewer once it is known that not all fit."""
-        return len(self._segments)
+        return sum(segment.fd != _NO_FD for segment in self._segments)
 
     @property
     def capacity_bytes(self) -> int:
@@ -167,6 +178,25 @@ class Pool:
         elif last.kind != "ready":
             raise self._failure("ended early")
 
+    def resize(
+        self,
+        asked_bytes: int,
+        fresh: Sequence[int],
+        on_ready: Callable[[int], None],
+        on_missing: Callable[[Sequence[int]], None],
+    ) -> None:
+        """Another size was asked for. Allocates (and locks) these further segments in the background: calls
+        `on_ready(index)` after each; `on_missing` with those that cannot be had, and a note says why."""
+        self._asked_bytes = asked_bytes
+        for index in range(len(self._segments), max(fresh, default=-1) + 1):
+            self._segments.append(_Segment(index))
+        if fresh:
+            self._spawn(self._grow([self._segments[index] for index in fresh], on_ready, on_missing))
+
+    def release(self, index: int) -> None:
+        """Gives a segment's memory back, in the background. Nobody else may have it mapped."""
+        self._spawn(self._off_loop(partial(_free, self._segments[index].leave())))
+
     def clean(self, index: int, on_clean: Callable[[int], None]) -> None:
         """Zeroes a segment off the loop, then calls `on_clean(index)`. A segment that cannot be zeroed is
         never called clean: it is out of use, and a note says so."""
@@ -202,19 +232,56 @@ class Pool:
     # How.
 
     async def _finish(self, segment: _Segment, on_ready: Callable[[int], None]) -> None:
-        if self._lock is not Lock.OFF:
-            try:
-                segment.locked = await self._off_loop(
-                    partial(LockedMap, segment.fd, self.segment_bytes, self.plan.piece)
-                )
-            except OSError as error:
-                for other in self._segments:
-                    if other.locked:
-                        await self._off_loop(other.locked.close)
-                        other.locked = None
-                self._lock_refused(error)
+        try:
+            await self._lock_segment(segment)
+        except OSError as error:
+            for other in self._segments:
+                if other.locked:
+                    await self._off_loop(other.locked.close)
+                    other.locked = None
+            self._lock_refused(error)
         segment.ready = True
         on_ready(segment.index)
+
+    async def _lock_segment(self, segment: _Segment) -> None:
+        if self._lock is not Lock.OFF:
+            segment.locked = await self._off_loop(
+                partial(LockedMap, segment.fd, self.segment_bytes, self.plan.piece)
+            )
+
+    async def _grow(
+        self,
+        segments: list[_Segment],
+        on_ready: Callable[[int], None],
+        on_missing: Callable[[Sequence[int]], None],
+    ) -> None:
+        problem = ""
+        waiting = {segment.index: segment for segment in segments}
+        try:
+            for segment in segments:
+                segment.fd = _make_segment(segment.index, self.plan)
+            async with Helper(self._job(segments, self._wait_s)) as helper:
+                async for step in helper.steps():
+                    segment = self._segments[step.segment]
+                    segment.allocated = step.done
+                    if step.kind == "ready":
+                        # Unlike at the start: what is locked stays so, and the pool grows by less.
+                        await self._lock_segment(segment)
+                        segment.ready = True
+                        del waiting[segment.index]
+                        on_ready(segment.index)
+                    elif step.kind in ("short", "failed"):
+                        problem = step.error or f"{step.source} leaves {format_size(step.room)}"
+        except (OSError, HelperFailed) as error:
+            problem = str(error)
+        if waiting:
+            for segment in waiting.values():
+                await self._off_loop(partial(_free, segment.leave()))
+            self._note(
+                f"the pool did not grow to {format_size(self.asked_bytes)}, it has "
+                f"{format_size(self.capacity_bytes)}: {problem or 'the helper ended early'}"
+            )
+            on_missing([*waiting])
 
     async def _settle_for_less(self, short: Step) -> None:
         """Room for all of it did not come in time: keep the segments that are complete."""
@@ -244,8 +311,9 @@ class Pool:
         on_clean(segment.index)
 
     def _missing(self, segment: _Segment) -> int:
-        allocated = os.fstat(segment.fd).st_blocks * _BLOCK
-        return max(0, self.segment_bytes - allocated) if segment.ready else 0
+        if not segment.ready:
+            return 0
+        return max(0, self.segment_bytes - os.fstat(segment.fd).st_blocks * _BLOCK)
 
     async def _repair(self, segment: _Segment) -> bool:
         try:
@@ -347,4 +415,5 @@ def _free(segment: _Segment) -> None:
     if segment.locked:
         segment.locked.close()
         segment.locked = None
-    os.close(segment.fd)
+    if segment.fd != _NO_FD:
+        os.close(segment.fd)

@@ -1,4 +1,5 @@
-"""What people do to namespaces: find one by name, drop its content, evict by hand, bound its size."""
+"""What people do to namespaces: find one by name, drop its content, evict by hand, bound its size, and
+that of the pool."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,6 +10,7 @@ from kvhost_server.fates import Cause
 from kvhost_server.ids import ChunkKey, SessionNumber, SlotIndex
 from kvhost_server.namespace import Namespace
 from kvhost_server.notices import Resync
+from kvhost_server.units import format_size
 
 
 def namespace_named(books: Books, name: str) -> Namespace:
@@ -161,6 +163,25 @@ def drop(books: Books, namespace: Namespace) -> tuple[int, int]:
     return dropped, namespace.segments
 
 
+def resize_pool(books: Books, attachment: Attachment, nbytes: int) -> None:
+    """Another size for the whole pool, in whole segments, rounded up. What is above it and not held goes at
+    once, the least recently used first; what is missing is allocated.
+
+    Raises:
+        Refused: smaller than a segment, or than what namespaces keep by their floors.
+    """
+    size = books.lending.segment_bytes
+    floors = sum(namespace.floor for namespace in books.namespaces.values())
+    least = max(1, floors)
+    if -(-nbytes // size) < least:
+        kept = f", what namespaces keep by their floors: {floors} segments" if floors else ", one segment"
+        raise Refused(
+            Code.INVALID_ARGUMENT,
+            f"a pool of {format_size(nbytes)}; allowed is {format_size(least * size)} at least{kept}",
+        )
+    attachment.resize(nbytes)
+
+
 def set_limits(
     books: Books,
     attachment: Attachment,
@@ -176,7 +197,7 @@ def set_limits(
     size = books.lending.segment_bytes
     floor = namespace.floor if floor_bytes is None else -(-floor_bytes // size)
     cap = namespace.cap if cap_bytes is None else -(-cap_bytes // size)
-    total = len(books.lending.states)
+    total = books.lending.budget
     if floor > total or (cap and floor > cap):
         raise Refused(
             Code.INVALID_ARGUMENT,

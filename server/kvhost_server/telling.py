@@ -63,10 +63,10 @@ class Telling:
             quarantined += status.quarantined_slots * status.slot_bytes
         return admin_pb2.Memory(
             asked_bytes=pool.asked_bytes,
-            capacity_bytes=len(lending.states) * lending.segment_bytes,
+            capacity_bytes=lending.segments * lending.segment_bytes,
             populated_bytes=pool.populated_bytes,
             segment_bytes=lending.segment_bytes,
-            segments=len(lending.states),
+            segments=lending.segments,
             free_segments=lending.free_segments,
             locked_bytes=pool.locked_bytes,
             hugepages=pool.hugepages,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path

@@ -91,6 +91,7 @@ def test_every_method_by_hand(daemon: Daemon) -> None:
         ("Evict", {}, "name keys, or ask for all"),
         ("EndSession", {"number": 99}, "session 99 is not open"),
         ("SetLimits", {"floor_bytes": 1 << 40}, "allowed are at most"),
+        ("ResizePool", {}, "a pool of 0 B; allowed is 1MiB at least"),
     ],
 )
 def test_mistakes_are_answered_in_one_line(

@@ -13,7 +13,7 @@ from kvhost_server.namespace import Semantics
 from kvhost_server.notices import Ended, Mapped, Recall, Resync
 from kvhost_server.reading import Found
 from kvhost_server.slots import SlotState
-from kvhost_server.stewardship import evict, namespace_named, reset_namespace, set_limits
+from kvhost_server.stewardship import evict, namespace_named, reset_namespace, resize_pool, set_limits
 from kvhost_server.writing import ReserveStatus
 from tests.server.world import KEY_BYTES, Identity, World, chain, key, spec
 
@@ -606,6 +606,73 @@ def test_held_segments_and_floors_are_not_taken(world: World) -> None:
     assert namespace_named(world.books, "1").segments == 2
     assert young.store([key("y")]) == 1
     world.check()
+
+
+def test_a_smaller_pool_gives_back_what_is_free_then_what_was_used_longest_ago(world: World) -> None:
+    engine = world.engine()
+    assert engine.store(chain("a", 4)) == 4
+    world.time += 10
+    assert engine.store(chain("b", 4)) == 4
+    world.settle()
+    size = world.books.lending.segment_bytes
+    assert world.books.lending.free_segments == 1  # the engine has taken one ahead
+    resize_pool(world.books, world.manager.attachment, 2 * size)
+    assert len(world.outbox.releases) == 1  # the free one needs nobody's consent
+    world.settle()
+    assert len(world.outbox.releases) == 2  # the one without chunks goes before older ones with
+    assert engine.lookup(chain("a", 4), 1, Semantics.SET) == 4
+    resize_pool(world.books, world.manager.attachment, size)
+    assert len(world.outbox.releases) == 2  # the worker has not let go yet
+    world.settle()
+    assert len(world.outbox.releases) == 3
+    assert world.books.lending.segments == 1
+    assert engine.lookup(chain("a", 4), 1, Semantics.SET) == 0
+    assert engine.lookup(chain("b", 4), 1, Semantics.SET) == 4
+    assert world.manager.check_integrity() == []
+
+
+def test_a_smaller_pool_waits_for_what_is_held(world: World) -> None:
+    engine = world.engine()
+    names = chain("a", 4)
+    engine.store(names)
+    pins = engine.manager.reading.lookup(engine.session, 1, Semantics.SET, b"".join(names), True).first_pin
+    other = world.engine(spec(model="other"))
+    other.store(chain("o", 4))
+    size = world.books.lending.segment_bytes
+    resize_pool(world.books, world.manager.attachment, size)
+    world.settle()
+    assert world.books.lending.segments == 1  # the pinned one, whoever was used last
+    assert engine.lookup(names, 1, Semantics.SET) == 4
+    # What is free above the budget is not lent again.
+    assert other.store([key("p")]) == 0
+    engine.release(*(PinId(pins + i) for i in range(4)))
+    world.check()
+
+
+def test_a_larger_pool_is_used_as_soon_as_there_is_memory(world: World) -> None:
+    engine = world.engine()
+    engine.store(chain("a", 16))
+    size = world.books.lending.segment_bytes
+    resize_pool(world.books, world.manager.attachment, 6 * size)
+    assert list(world.outbox.populates) == [4, 5]
+    world.manager.segment_ready(world.outbox.populates.popleft())
+    engine.reserve([key("b")])  # finds nothing free in what is mapped: the namespace grows
+    world.settle()
+    assert engine.store([key("b")]) == 1
+    assert engine.lookup(chain("a", 16), 1, Semantics.SET) == 16
+    world.manager.segments_missing([world.outbox.populates.popleft()])
+    assert (world.books.lending.budget, world.books.lending.segments) == (5, 5)
+    world.check()
+
+
+def test_a_pool_below_a_segment_or_the_floors_is_refused(world: World) -> None:
+    world.engine().store(chain("a", 16))
+    with pytest.raises(Refused, match="at least, one segment"):
+        resize_pool(world.books, world.manager.attachment, 0)
+    set_limits(world.books, world.manager.attachment, namespace_named(world.books, ""), 3 * 4 * 4096, None)
+    with pytest.raises(Refused, match="floors: 3 segments"):
+        resize_pool(world.books, world.manager.attachment, 2 * 4 * 4096)
+    assert world.books.lending.segments == 4
 
 
 def test_a_large_reservation_in_a_full_pool_looks_for_a_segment_once(

@@ -21,7 +21,7 @@ from kvhost_server.ids import ChunkKey, MappingId, NamespaceNumber, PinId, Store
 from kvhost_server.namespace import Semantics
 from kvhost_server.policies import POLICIES
 from kvhost_server.reading import Found
-from kvhost_server.stewardship import evict, reset_namespace, set_limits
+from kvhost_server.stewardship import evict, reset_namespace, resize_pool, set_limits
 from tests.server.world import SLOT_BYTES, Engine, World, chain, key, spec
 
 CHAINS = {name: chain(name, 8) for name in "abc"}
@@ -215,6 +215,7 @@ class ManagerModel(RuleBasedStateMachine):
                 self.a_worker_retires()
             while self.world.outbox.cleans:
                 self.a_segment_is_zeroed()
+            self.memory_is_given_back()
 
     @rule()
     def a_worker_answers_a_fence(self) -> None:
@@ -238,11 +239,20 @@ class ManagerModel(RuleBasedStateMachine):
         box = self.world.outbox
         if box.cleans:
             index = box.cleans.popleft()
-            for life in self.lives:
-                assert not any(place[0] == index for place in life.loose), "zeroed under a writer"
-            for place in [p for p in self.memory if p[0] == index]:
-                self.memory[place] = "free"
+            self._bytes_go(index)
             self.world.manager.segment_clean(index)
+
+    @rule()
+    def memory_is_given_back(self) -> None:
+        box = self.world.outbox
+        while box.releases:
+            self._bytes_go(box.releases.pop())
+
+    def _bytes_go(self, index: int) -> None:
+        for life in self.lives:
+            assert not any(place[0] == index for place in life.loose), "zeroed or freed under a writer"
+        for place in [p for p in self.memory if p[0] == index]:
+            self.memory[place] = "free"
 
     @rule(who=ENGINES)
     def a_worker_loses_its_connection(self, who: int) -> None:
@@ -311,6 +321,21 @@ class ManagerModel(RuleBasedStateMachine):
             size = 3 * SLOT_BYTES
             attachment = self.world.manager.attachment
             self._try(set_limits, self.world.books, attachment, namespace, floor * size, cap * size)
+
+    @rule(segments=st.integers(0, 6))
+    def resize_the_pool(self, segments: int) -> None:
+        attachment = self.world.manager.attachment
+        self._try(resize_pool, self.world.books, attachment, segments * 3 * SLOT_BYTES)
+
+    @rule(there=st.booleans())
+    def memory_comes_or_not(self, there: bool) -> None:
+        box = self.world.outbox
+        if box.populates:
+            index = box.populates.popleft()
+            if there:
+                self.world.manager.segment_ready(index)
+            else:
+                self.world.manager.segments_missing([index])
 
     @rule(seconds=st.floats(0.001, 5))
     def time_passes(self, seconds: float) -> None:

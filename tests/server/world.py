@@ -56,6 +56,8 @@ class Outbox:
     fences: deque[tuple[MappingId, int, SessionNumber, list[StoreId]]] = field(default_factory=deque)
     notices: list[tuple[SessionNumber, Notice]] = field(default_factory=list)
     cleans: deque[int] = field(default_factory=deque)
+    populates: deque[int] = field(default_factory=deque)
+    releases: list[int] = field(default_factory=list)
     with_events: set[NamespaceNumber] = field(default_factory=set)
 
     def offer(self, mapping: MappingId, segments: Sequence[Assignment]) -> None:
@@ -74,6 +76,12 @@ class Outbox:
 
     def clean(self, pool_index: int) -> None:
         self.cleans.append(pool_index)
+
+    def resize(self, asked_bytes: int, fresh: Sequence[int]) -> None:
+        self.populates.extend(fresh)
+
+    def release(self, pool_index: int) -> None:
+        self.releases.append(pool_index)
 
     def events(self, namespace: NamespaceNumber) -> None:
         self.with_events.add(namespace)

@@ -348,6 +348,20 @@ class SetLimitsReply(_message.Message):
     cap_segments: int
     def __init__(self, floor_segments: _Optional[int] = ..., cap_segments: _Optional[int] = ...) -> None: ...
 
+class ResizePoolRequest(_message.Message):
+    __slots__ = ("bytes",)
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    def __init__(self, bytes: _Optional[int] = ...) -> None: ...
+
+class ResizePoolReply(_message.Message):
+    __slots__ = ("segments", "segment_bytes")
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    segments: int
+    segment_bytes: int
+    def __init__(self, segments: _Optional[int] = ..., segment_bytes: _Optional[int] = ...) -> None: ...
+
 class ExplainRequest(_message.Message):
     __slots__ = ("namespace", "keys", "request")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]

@@ -79,6 +79,11 @@ class AdminStub(object):
                 request_serializer=kvhost__proto_dot_v1_dot_admin__pb2.SetLimitsRequest.SerializeToString,
                 response_deserializer=kvhost__proto_dot_v1_dot_admin__pb2.SetLimitsReply.FromString,
                 _registered_method=True)
+        self.ResizePool = channel.unary_unary(
+                '/kvhost.v1.Admin/ResizePool',
+                request_serializer=kvhost__proto_dot_v1_dot_admin__pb2.ResizePoolRequest.SerializeToString,
+                response_deserializer=kvhost__proto_dot_v1_dot_admin__pb2.ResizePoolReply.FromString,
+                _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/kvhost.v1.Admin/Explain',
                 request_serializer=kvhost__proto_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
@@ -170,6 +175,15 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResizePool(self, request, context):
+        """Another size for the whole pool while it serves, until the daemon's end.
+        What is above it and not held goes at once, what is missing is allocated
+        in the background: Status shows how far that is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Explain(self, request, context):
         """Why chunks are not there: where a chain breaks, and what became of each
         chunk, as far as it is remembered.
@@ -253,6 +267,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.SetLimits,
                     request_deserializer=kvhost__proto_dot_v1_dot_admin__pb2.SetLimitsRequest.FromString,
                     response_serializer=kvhost__proto_dot_v1_dot_admin__pb2.SetLimitsReply.SerializeToString,
+            ),
+            'ResizePool': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResizePool,
+                    request_deserializer=kvhost__proto_dot_v1_dot_admin__pb2.ResizePoolRequest.FromString,
+                    response_serializer=kvhost__proto_dot_v1_dot_admin__pb2.ResizePoolReply.SerializeToString,
             ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
@@ -523,6 +542,33 @@ class Admin(object):
             '/kvhost.v1.Admin/SetLimits',
             kvhost__proto_dot_v1_dot_admin__pb2.SetLimitsRequest.SerializeToString,
             kvhost__proto_dot_v1_dot_admin__pb2.SetLimitsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResizePool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvhost.v1.Admin/ResizePool',
+            kvhost__proto_dot_v1_dot_admin__pb2.ResizePoolRequest.SerializeToString,
+            kvhost__proto_dot_v1_dot_admin__pb2.ResizePoolReply.FromString,
             options,
             channel_credentials,
             insecure,
