@@ -1,6 +1,7 @@
 """What a user sees: the first token after a restart, and the throughput of traffic that never hits.
 
-The first token is timed with the demo's model, in engines as `vllm serve` runs them. Throughput is that of
+Both with the demo's model, in engines of one process: those of several spin on a core for each, and on few
+cores that is what would be measured. The full form adds a second engine beside the first, and throughput with
 a tiny model, whose steps take some milliseconds: what a connector costs shows there more than anywhere.
 """
 
@@ -9,7 +10,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,36 +28,31 @@ BLOCK = 32
 MEMORY = "768MiB"
 # Like the demo's question: about 1,500 tokens. Three short of a block, so that every block can hit.
 QUESTION_TOKENS = 1504 - 3
+QUESTIONS = 5
 
-TINY: dict[str, Any] = {
-    "dtype": "bfloat16",
-    "max_num_seqs": 64,
-    "max_num_batched_tokens": 2048,
-    "num_gpu_blocks_override": 2048,
-}
 AT_A_TIME = 64
 # Tokens of a short prompt and of its answer.
 SHORT, ANSWER = 100, 16
 
+TINY: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_num_seqs": AT_A_TIME,
+    "max_num_batched_tokens": 2048,
+    "num_gpu_blocks_override": 2048,
+}
+
 
 def measure(scale: Scale, report: Report) -> None:
-    lengths = (
-        [512 - 3, 1024 - 3, QUESTION_TOKENS, 3008 - 3] * 3
-        if scale.full
-        else [512 - 3, *[QUESTION_TOKENS] * 3]
-    )
+    lengths = [QUESTION_TOKENS] * QUESTIONS
+    if scale.full:
+        lengths = [512 - 3, 1024 - 3, QUESTION_TOKENS, 3008 - 3] * QUESTIONS
     questions = [prompt(length, seed=500 + n) for n, length in enumerate(lengths)]
     with ExitStack() as stack, Daemon(MEMORY) as daemon:
-        tiny = checkpoint(Recipe(dtype="bfloat16"))
-        pair = {
-            "plain": Engine(tiny, **TINY),
-            "kvhost": Engine(tiny, kv_transfer=kv_transfer(daemon.socket), **TINY),
-        }
         times: dict[str, list[float]] = {}
         with ExitStack() as first_life:
-            first = demo_engine(daemon)
-            start(first_life, {"first": first})
-            start(stack, pair)
+            first, plain = demo_engine(daemon), demo_engine(None)
+            start(first_life, {"first": first, "plain": plain})
+            warm_up(plain)
             warm_up(first)
             times["cold"] = ask(first, questions, cached=False)
             times["again"] = ask(first, questions, cached=True)
@@ -66,27 +63,27 @@ def measure(scale: Scale, report: Report) -> None:
                 30,
                 "the prompts to be stored",
             )
-        with ExitStack() as second_life:
-            later = {"restart": demo_engine(daemon), "second": demo_engine(daemon)}
-            start(second_life, later)
-            for engine in later.values():
-                warm_up(engine)
-            for name, engine in later.items():
-                times[name] = ask(engine, questions, cached=True)
+            throughput(report, first, plain, scale)
+        for name in ("restart", "second") if scale.full else ("restart",):
+            later = demo_engine(daemon)
+            start(stack, {name: later})
+            warm_up(later)
+            times[name] = ask(later, questions, cached=True)
         first_tokens(report, lengths, times)
-        throughput(report, pair, scale)
+    if scale.full:
+        with Daemon(MEMORY) as daemon:
+            tiny_throughput(report, daemon)
 
 
-def demo_engine(daemon: Daemon) -> Engine:
-    """An engine as `make demo` runs it: with all cores, and as patient, since every wait is in the figure."""
+def demo_engine(daemon: Daemon | None) -> Engine:
+    """With all cores, and patient: every wait is in the figure. Without a daemon, without kvhost."""
     return Engine(
         demo_model(),
-        kind="served",
-        kv_transfer=kv_transfer(daemon.socket, deadline_ms=2000, attach_wait_ms=10_000),
+        kv_transfer=daemon and kv_transfer(daemon.socket, deadline_ms=2000, attach_wait_ms=10_000),
         environment={"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))},
         start_deadline_s=600,
         max_model_len=4096,
-        max_num_seqs=4,
+        max_num_seqs=AT_A_TIME,
         num_gpu_blocks_override=1024,
     )
 
@@ -132,6 +129,8 @@ def first_tokens(report: Report, lengths: list[int], times: dict[str, list[float
         "second": ("ttft_second_engine_vs_cold", "another engine, from kvhost / cold"),
     }
     for name, (key, note) in names.items():
+        if name not in times:
+            continue
         report.figure(key, [times[name][n] / times["cold"][n] for n in chosen], note=note)
     labels = {
         "cold": "without a cache",
@@ -146,38 +145,84 @@ def first_tokens(report: Report, lengths: list[int], times: dict[str, list[float
         return values[len(values) // 2]
 
     rows = [
-        (label, *(f"{1000 * of_size(name, size):.0f} ms" for size in sizes)) for name, label in labels.items()
+        (label, *(f"{1000 * of_size(name, size):.0f} ms" for size in sizes))
+        for name, label in labels.items()
+        if name in times
     ]
     columns = ("first token", *(f"{size} tokens" for size in sizes))
     report.table("first_token", Table("Time to the first token, the demo's model", columns, rows))
-    lines = {label: [(size, of_size(name, size)) for size in sizes] for name, label in labels.items()}
+    lines = {
+        label: [(size, of_size(name, size)) for size in sizes]
+        for name, label in labels.items()
+        if name in times
+    }
     report.plot(
         "first_token", Plot("Time to the first token, SmolLM2-135M", "prompt tokens", "seconds", lines)
     )
 
 
-def throughput(report: Report, engines: dict[str, Engine], scale: Scale) -> None:
-    """Alternating rounds of prompts that nobody asked before; 500 of them on each side."""
-    rounds = 10 if scale.full else 5
-    each = 100
+def throughput(report: Report, kvhost: Engine, plain: Engine, scale: Scale) -> None:
+    """Prompts that nobody asked before, all waiting from the start; 500 on each side in the full form."""
+    rounds, each = (10, 50) if scale.full else (5, 24)
+
+    def run(engine: Engine, prompts: list[list[int]], answers: list[int]) -> float:
+        began = time.monotonic()
+        names = [engine.submit(one, count) for one, count in zip(prompts, answers, strict=True)]
+        done = engine.wait(names, deadline_s=300)
+        seconds = time.monotonic() - began
+        if cached := sum(answer.cached_tokens for answer in done):
+            raise RuntimeError(f"{cached} tokens of unique prompts came from a cache")
+        return sum(answer.prompt_tokens + len(answer.tokens) for answer in done) / seconds
+
+    rates = alternate({"plain": plain, "kvhost": kvhost}, run, rounds, each)
+    report.figure(
+        "unique_throughput_vs_plain",
+        ratios(rates),
+        note=f"{rounds * each} prompts of {SHORT} tokens on each side, the demo's model",
+    )
+    report.figure("unique_throughput_tokens_per_s", rates["kvhost"], "tokens/s", "with kvhost")
+
+
+def tiny_throughput(report: Report, daemon: Daemon) -> None:
+    """The same with a tiny model, and each request coming when another one ends: it waits for its lookup."""
+    model = checkpoint(Recipe(dtype="bfloat16"))
+    with ExitStack() as stack:
+        pair = {"plain": Engine(model, **TINY)}
+        pair["kvhost"] = Engine(model, kv_transfer=kv_transfer(daemon.socket), **TINY)
+        start(stack, pair)
+        for number, engine in enumerate(pair.values()):
+            first = [prompt(SHORT, seed=90_000 + number * 100 + n) for n in range(64)]
+            drive(engine, first, [4] * 64, AT_A_TIME)
+        wait_usable(pair["kvhost"])
+
+        def run(engine: Engine, prompts: list[list[int]], answers: list[int]) -> float:
+            result = drive(engine, prompts, answers, AT_A_TIME)
+            forget(engine)
+            return float(result["tokens"] / result["seconds"])
+
+        rates = alternate(pair, run, 10, 250)
+    report.figure(
+        "unique_throughput_tiny_vs_plain",
+        ratios(rates),
+        note="a model whose steps take 15 ms, each request coming when another one ends",
+    )
+
+
+def alternate(
+    engines: Mapping[str, Engine],
+    run: Callable[[Engine, list[list[int]], list[int]], float],
+    rounds: int,
+    each: int,
+) -> dict[str, list[float]]:
+    """Rates of both sides in turns, with the same prompts in a round, new ones in the next."""
     answers = [ANSWER + n % 5 for n in range(each)]
-    for number, engine in enumerate(engines.values()):
-        drive(engine, [prompt(SHORT, seed=90_000 + number * 100 + n) for n in range(64)], [4] * 64, AT_A_TIME)
-    wait_usable(engines["kvhost"])
     rates: dict[str, list[float]] = {side: [] for side in engines}
     for number in range(rounds):
         prompts = [prompt(SHORT, seed=100_000 + number * each + n) for n in range(each)]
-        order = list(engines) if number % 2 == 0 else list(engines)[::-1]
-        for side in order:
-            result = drive(engines[side], prompts, answers, AT_A_TIME)
-            if result["cached"]:
-                raise RuntimeError(f"{result['cached']} tokens of unique prompts came from a cache")
-            rates[side].append(result["tokens"] / result["seconds"])
-            forget(engines[side])
-    pairs = zip(rates["kvhost"], rates["plain"], strict=True)
-    report.figure(
-        "unique_throughput_vs_plain",
-        [ours / plain for ours, plain in pairs],
-        note=f"{rounds * each} prompts of {SHORT} tokens on each side",
-    )
-    report.figure("unique_throughput_tokens_per_s", rates["kvhost"], "tokens/s", "with kvhost")
+        for side in list(engines)[:: 1 if number % 2 == 0 else -1]:
+            rates[side].append(run(engines[side], prompts, answers))
+    return rates
+
+
+def ratios(rates: Mapping[str, list[float]]) -> list[float]:
+    return [ours / plain for ours, plain in zip(rates["kvhost"], rates["plain"], strict=True)]
