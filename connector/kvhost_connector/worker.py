@@ -14,9 +14,9 @@ from kvhost_connector.jobs import Job, JobWorker, Mapping, MappingSource
 from kvhost_connector.pages import NULL_BLOCK, PageTable
 from kvhost_connector.planning import JobRefused, Plan
 
-# One call copies at most so many bytes (and at least one chunk): a few milliseconds, after which a job sees
-# that it is told to stop.
-BATCH_BYTES = 32 << 20
+# One call copies at most so many bytes (and at least one chunk): some milliseconds, after which a job sees that
+# it is told to stop.
+BATCH_BYTES = 64 << 20
 
 
 class Batch(NamedTuple):
