@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 SUPPORTED = ((0, 32), (0, 33))
@@ -174,7 +174,7 @@ class SchedulerHalf:
     def __init__(self, half: Any) -> None:
         _check_instance(half, _SCHEDULER_NAMES)
         self._half = half
-        self._idle = IdleRequests(half) if vllm_version() in _TRIMMED else None
+        self._idle = IdleRequests(half, half.manager.is_stored) if vllm_version() in _TRIMMED else None
 
     @property
     def manager(self) -> Any:
@@ -311,13 +311,11 @@ class TrimmedOutput:
 
 
 OFFERED_A_STEP = 24
-"""So many chunks are offered to be stored in a step, where more could wait; and one request at least."""
+"""So many chunks that are stored already are offered in a step, where more could wait; and of one request at
+least."""
 
 OFFERED_PART = 8
 """Where very many wait, this part of them: they must not become ever more."""
-
-LAST_TOKENS = 16
-"""A request that may be over in so few tokens is not put off: its blocks would go to others."""
 
 
 class IdleRequests:
@@ -328,12 +326,14 @@ class IdleRequests:
     the prompt the second finds nothing. It moves back only when a load is allocated, which a lookup precedes,
     at a reset, and when we move it: `awaken` in each of these cases. What finished is never left out.
 
-    Where all groups are full attention, prompts that become complete together are offered one after the other
-    over the next steps, so that none of these is long: their blocks stay with them until they finish.
+    Where all groups are full attention, prompts that were loaded together are offered one after the other,
+    over the next steps, so that none of these is long: nothing comes of it, their chunks are stored already.
     """
 
-    def __init__(self, half: Any) -> None:
+    def __init__(self, half: Any, is_stored: Callable[[str, bytes], bool]) -> None:
+        """`is_stored` says of a request's offload key whether its chunk is believed to be there."""
         self._half = half
+        self._is_stored = is_stored
         self._prompts_only = bool(half.config.offload_prompt_only)
         self._tokens = [int(group.tokens_per_chunk) for group in half.config.kv_group_configs]
         self._may_wait = all(
@@ -372,34 +372,36 @@ class IdleRequests:
         return TrimmedOutput(output, scheduled, CachedRequests(req_ids, new_blocks, resumed))
 
     def _put_off(self, scheduled: dict[str, int]) -> None:
-        """Takes out requests whose chunks can as well be offered in a later step."""
+        """Takes out requests whose chunks are stored, and can as well be offered in a later step."""
         due = {req_id: self._due(req_id, count) for req_id, count in scheduled.items()}
         room = max(OFFERED_A_STEP, sum(due.values()) // OFFERED_PART)
         offered = 0
         for req_id, chunks in due.items():
             if not chunks:
                 continue
-            if offered and offered + chunks > room and self._goes_on(req_id):
+            if offered and offered + chunks > room:
                 del scheduled[req_id]
             else:
                 offered += chunks
 
     def _due(self, req_id: str, count: int) -> int:
-        """How many chunks native would offer of a request that computes `count` tokens in this step."""
+        """How many chunks native would offer of a request that computes `count` tokens in this step; 0 when
+        the first of them is not stored yet."""
         status = self._half._req_status.get(req_id)
         if status is None:
             return 0
         end = min(status.req.num_computed_tokens + count, status.req.num_prompt_tokens)
         if status.max_offload_tokens is not None:
             end = min(end, status.max_offload_tokens)
-        return sum(
-            max(0, end // tokens - state.next_stored_chunk_idx)
-            for tokens, state in zip(self._tokens, status.group_states, strict=True)
-        )
-
-    def _goes_on(self, req_id: str) -> bool:
-        request = self._half._req_status[req_id].req
-        return bool(request.num_output_tokens + LAST_TOKENS < request.max_tokens)
+        due = 0
+        for tokens, state in zip(self._tokens, status.group_states, strict=True):
+            first, keys = state.next_stored_chunk_idx, state.offload_keys
+            chunks = end // tokens - first
+            if chunks > 0:
+                if first >= len(keys) or not self._is_stored(req_id, keys[first]):
+                    return 0
+                due += chunks
+        return due
 
     def _becomes_idle(self, req_id: str) -> bool:
         status = self._half._req_status.get(req_id)

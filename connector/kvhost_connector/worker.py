@@ -14,8 +14,8 @@ from kvhost_connector.jobs import Job, JobWorker, Mapping, MappingSource
 from kvhost_connector.pages import NULL_BLOCK, PageTable
 from kvhost_connector.planning import JobRefused, Plan
 
-# One call copies at most so many bytes (and at least one chunk): some milliseconds, after which a job sees that
-# it is told to stop.
+# One call copies at most so many bytes (and at least one chunk): some milliseconds, after which a job sees
+# that it is told to stop.
 BATCH_BYTES = 64 << 20
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvhost_connector.compat import LAST_TOKENS, OFFERED_A_STEP, OFFERED_PART, IdleRequests
+from kvhost_connector.compat import OFFERED_A_STEP, OFFERED_PART, IdleRequests
 
 TOKENS = 32
 
@@ -25,12 +25,15 @@ def half(*, prompts_only: bool = True, groups: int = 1, window: int | None = Non
     return SimpleNamespace(config=config, _req_status={})
 
 
-def add(owner: Any, req_id: str, prompt: int, stored: list[int], *, to_come: int = 100) -> Any:
-    """`to_come`: how many tokens it may still answer."""
-    states = [SimpleNamespace(next_stored_chunk_idx=index) for index in stored]
-    request = SimpleNamespace(
-        num_prompt_tokens=prompt, num_computed_tokens=prompt, num_output_tokens=5, max_tokens=5 + to_come
-    )
+def idle_requests(owner: Any, *, fresh: tuple[str, ...] = ()) -> IdleRequests:
+    """Every chunk is stored already, but those of `fresh` requests."""
+    return IdleRequests(owner, lambda req_id, key: req_id not in fresh)
+
+
+def add(owner: Any, req_id: str, prompt: int, stored: list[int]) -> Any:
+    keys = [b"%d" % number for number in range(prompt // TOKENS)]
+    states = [SimpleNamespace(next_stored_chunk_idx=index, offload_keys=keys) for index in stored]
+    request = SimpleNamespace(num_prompt_tokens=prompt, num_computed_tokens=prompt)
     status = SimpleNamespace(req=request, group_states=states, max_offload_tokens=None)
     owner._req_status[req_id] = status
     return status
@@ -54,7 +57,7 @@ def test_what_only_decodes_is_left_out_and_everything_else_is_as_it_was() -> Non
     owner = half()
     add(owner, "done", 100, [3])
     add(owner, "prefill", 100, [2])
-    trimmed = IdleRequests(owner).leave_out(output(["done", "prefill", "unknown"]))
+    trimmed = idle_requests(owner).leave_out(output(["done", "prefill", "unknown"]))
     assert trimmed.num_scheduled_tokens == {"prefill": 1, "unknown": 1}
     assert trimmed.scheduled_cached_reqs.req_ids == ["prefill", "unknown"]
     assert trimmed.finished_req_ids == {"gone"}
@@ -65,7 +68,7 @@ def test_new_blocks_are_always_noted() -> None:
     owner = half()
     add(owner, "done", 64, [2])
     add(owner, "back", 64, [2])
-    idle = IdleRequests(owner)
+    idle = idle_requests(owner)
     trimmed = idle.leave_out(output(["done", "back"], blocks={"done": ([7],)}, resumed=("back",)))
     assert trimmed.num_scheduled_tokens == {}
     assert trimmed.scheduled_cached_reqs.req_ids == ["done", "back"]
@@ -75,14 +78,14 @@ def test_new_blocks_are_always_noted() -> None:
 def test_every_group_must_have_offered_its_prompt() -> None:
     owner = half(groups=2)
     add(owner, "half", 64, [2, 1])
-    assert IdleRequests(owner).leave_out(output(["half"])).num_scheduled_tokens == {"half": 1}
+    assert idle_requests(owner).leave_out(output(["half"])).num_scheduled_tokens == {"half": 1}
 
 
 @pytest.mark.parametrize("how", ["awaken", "awaken_all", "longer prompt"])
 def test_what_moved_back_is_looked_at_again(how: str) -> None:
     owner = half()
     status = add(owner, "one", 64, [2])
-    idle = IdleRequests(owner)
+    idle = idle_requests(owner)
     assert idle.leave_out(output(["one"])).num_scheduled_tokens == {}
     if how == "longer prompt":
         status.req.num_prompt_tokens = 96
@@ -96,15 +99,15 @@ def test_nothing_is_left_out_where_answers_are_stored_too() -> None:
     owner = half(prompts_only=False)
     add(owner, "done", 64, [2])
     step = output(["done"])
-    assert IdleRequests(owner).leave_out(step) is step
+    assert idle_requests(owner).leave_out(step) is step
 
 
-def test_prompts_that_are_complete_together_are_offered_over_several_steps() -> None:
+def test_prompts_that_were_loaded_together_are_offered_over_several_steps() -> None:
     owner = half()
     long = (OFFERED_A_STEP - 1) * TOKENS
     for name in ("a", "b", "c"):
         add(owner, name, long, [0])
-    idle = IdleRequests(owner)
+    idle = idle_requests(owner)
     for name in ("a", "b", "c"):
         names = [left for left in ("a", "b", "c") if left >= name]
         assert list(idle.leave_out(output(names)).num_scheduled_tokens) == [name]
@@ -117,25 +120,26 @@ def test_the_more_wait_the_more_are_offered_in_a_step() -> None:
     names = [f"r{number}" for number in range(64)]
     for name in names:
         add(owner, name, OFFERED_A_STEP * TOKENS, [0])
-    assert len(IdleRequests(owner).leave_out(output(names)).num_scheduled_tokens) == 64 // OFFERED_PART
+    assert len(idle_requests(owner).leave_out(output(names)).num_scheduled_tokens) == 64 // OFFERED_PART
 
 
-def test_who_may_be_over_soon_does_not_wait() -> None:
+def test_what_is_not_stored_yet_never_waits() -> None:
     owner = half()
-    for name in ("a", "b"):
-        add(owner, name, OFFERED_A_STEP * TOKENS, [0], to_come=LAST_TOKENS)
-    assert list(IdleRequests(owner).leave_out(output(["a", "b"])).num_scheduled_tokens) == ["a", "b"]
+    for name in ("a", "b", "c"):
+        add(owner, name, OFFERED_A_STEP * TOKENS, [0])
+    offered = idle_requests(owner, fresh=("b", "c")).leave_out(output(["a", "b", "c"]))
+    assert list(offered.num_scheduled_tokens) == ["a", "b", "c"]
 
 
 def test_what_must_not_be_stored_keeps_nobody_waiting() -> None:
     owner = half()
     add(owner, "held back", OFFERED_A_STEP * TOKENS, [0]).max_offload_tokens = 0
     add(owner, "b", OFFERED_A_STEP * TOKENS, [0])
-    assert "b" in IdleRequests(owner).leave_out(output(["held back", "b"])).num_scheduled_tokens
+    assert "b" in idle_requests(owner).leave_out(output(["held back", "b"])).num_scheduled_tokens
 
 
 def test_blocks_of_windows_do_not_wait() -> None:
     owner = half(window=2)
     for name in ("a", "b"):
         add(owner, name, OFFERED_A_STEP * TOKENS, [0])
-    assert list(IdleRequests(owner).leave_out(output(["a", "b"])).num_scheduled_tokens) == ["a", "b"]
+    assert list(idle_requests(owner).leave_out(output(["a", "b"])).num_scheduled_tokens) == ["a", "b"]
