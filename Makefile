@@ -61,7 +61,7 @@ GPU_PYTHON ?= python3
 test-gpu: ## tests on a CUDA device, figures as JSON (GPU_PYTHON=...); fails where there is none
 	@$(GPU_PYTHON) -m tests.gpu $(PYTEST_ARGS)
 
-bench: setup ## what kvhost costs and brings, under 5 minutes; FULL=1 for every size, ONLY=NAME for one
+bench: setup ## what kvhost costs and brings, in 5 to 6 minutes; FULL=1 for every size, ONLY=NAME for one
 	@$(VENV)/python -m benchmarks $(if $(FULL),--full) $(if $(ONLY),--only $(ONLY))
 
 bench-peers: setup ## kvhost beside other caches in one run, each from PyPI on first use; FULL=1, ONLY=NAME

@@ -39,7 +39,7 @@ Benchmarks:
 
 \b
 Examples:
-  python -m benchmarks                       the short form, all of them: under 5 minutes
+  python -m benchmarks                       the short form, all of them: 5 to 6 minutes on two cores
   python -m benchmarks --full                every size, every replay
   python -m benchmarks --only hooks,lookup
   python -m benchmarks --only lookup --json | jq .figures

@@ -163,7 +163,7 @@ def first_tokens(report: Report, lengths: list[int], times: dict[str, list[float
 
 def throughput(report: Report, kvhost: Engine, plain: Engine, scale: Scale) -> None:
     """Prompts that nobody asked before, all waiting from the start; 500 on each side in the full form."""
-    rounds, each = (10, 50) if scale.full else (5, 24)
+    rounds, each = (10, 50) if scale.full else (9, 16)
 
     def run(engine: Engine, prompts: list[list[int]], answers: list[int]) -> float:
         began = time.monotonic()
