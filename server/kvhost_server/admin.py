@@ -178,13 +178,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def ResizePool(self, request: admin_pb2.ResizePoolRequest) -> admin_pb2.ResizePoolReply:
         if self._books.state is ServiceState.STARTING:
             raise Refused(Code.FAILED_PRECONDITION, "the daemon is still starting; resize it when it serves")
+        lending, before = self._books.lending, self._books.lending.segments
         resize_pool(self._books, self._manager.attachment, request.bytes)
-        lending = self._books.lending
         logger.info(
-            "the pool is to have %s (%d segments), it had %d segments",
+            "the pool is to have %s: %d segments, %d until now",
             format_size(request.bytes),
             lending.budget,
-            lending.segments,
+            before,
         )
         return admin_pb2.ResizePoolReply(segments=lending.budget, segment_bytes=lending.segment_bytes)
 
