@@ -16,7 +16,7 @@ from types import TracebackType
 from benchmarks.alone import run_alone
 from benchmarks.load import DIFFERENT, HASHES, load
 from benchmarks.report import Plot, Report, Table
-from benchmarks.scale import Scale
+from benchmarks.scale import Scale, in_turns
 from benchmarks.small import Engine, Usage, chain, keys, small_slots
 from kvhost_client.types import Query
 from tests.support.daemon import Daemon
@@ -134,7 +134,7 @@ def many_chunks(scale: Scale, report: Report) -> None:
             daemon = stack.enter_context(small_slots(size))
             filled[size] = _Filled(daemon, size, stack)
         for number in range(scale.rounds):
-            for size in sizes[:: 1 if number % 2 == 0 else -1]:
+            for size in in_turns(sizes, number):
                 filled[size].look_up()
         for size in sizes:
             one = filled[size]

@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks import baseline
 from benchmarks.engines import drive, forget, kv_transfer, start, wait_usable
 from benchmarks.report import Plot, Report, Table
-from benchmarks.scale import Scale
+from benchmarks.scale import Scale, in_turns
 from tests.e2e.engine import Engine
 from tests.e2e.models import Recipe, checkpoint, prompt
 from tests.support.daemon import Daemon
@@ -54,8 +54,7 @@ def measure(scale: Scale, report: Report) -> None:
         runs = {(side, traffic): [] for side in SIDES for traffic in TRAFFIC}  # type: dict[tuple[str, str], list[dict[str, Any]]]
         for number in range(rounds):
             for traffic, prompts in traffic_of(number, requests):
-                order = SIDES if number % 2 == 0 else SIDES[::-1]
-                for side in order:
+                for side in in_turns(SIDES, number):
                     runs[side, traffic].append(ask_all(engines[side], prompts))
         summarise(report, runs)
 

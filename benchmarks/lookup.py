@@ -15,7 +15,7 @@ import grpc
 
 from benchmarks.alone import run_alone
 from benchmarks.report import Plot, Report, Table
-from benchmarks.scale import Scale
+from benchmarks.scale import Scale, in_turns
 from benchmarks.small import Engine, chain, keys, small_slots
 from kvhost_client.types import Found
 from kvhost_proto.v1 import cache_pb2, cache_pb2_grpc
@@ -50,7 +50,7 @@ def measure(scale: Scale, report: Report) -> None:
         times: dict[str, list[float]] = {name: [] for name in sides}
         medians: dict[str, list[float]] = {name: [] for name in sides}
         for number in range(rounds):
-            for name in list(sides)[:: 1 if number % 2 == 0 else -1]:
+            for name in in_turns(sides, number):
                 took = _times(sides[name], _PER_ROUND.get(int(name) if name.isdigit() else 1, 100))
                 times[name] += took
                 medians[name].append(_share(took, 0.5))

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.engines import drive, forget, kv_transfer, start, wait_usable
 from benchmarks.mooncake import FOLDER, TRACES
 from benchmarks.report import Report, Table
-from benchmarks.scale import Scale
+from benchmarks.scale import Scale, in_turns
 from tests.e2e.engine import Engine
 from tests.e2e.models import VOCABULARY, Recipe, checkpoint
 from tests.support.daemon import Daemon
@@ -80,8 +80,7 @@ def replay(
         # Other tokens in every round: nothing of an earlier one is hit.
         asked = read(path, salt=1 + number)
         total = sum(map(len, asked.prompts))
-        order = list(engines) if number % 2 == 0 else list(engines)[::-1]
-        for side in order:
+        for side in in_turns(engines, number):
             result = drive(engines[side], asked.prompts, asked.lengths, AT_A_TIME)
             hits[side].append(result["cached"])
             rates[side].append(result["tokens"] / result["seconds"])

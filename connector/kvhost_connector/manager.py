@@ -107,7 +107,7 @@ class HostManager(OffloadingManager):
     def is_stored(self, req_id: str, key: bytes) -> bool:
         """Whether the chunk of a request's offload key is believed to be there."""
         view = self._views.get(req_id)
-        return view is not None and self._beliefs.stored(view.wire(key) if view.adapter else key)
+        return view is not None and self._beliefs.stored(view.wire(key))
 
     def still_waits(self, view: RequestView) -> bool:
         """Whether an answer is on its way, and nothing else is to be done."""

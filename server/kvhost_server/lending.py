@@ -98,7 +98,9 @@ class Lending:
         states = (SegmentState.RETIRING, SegmentState.CLEANING, SegmentState.POPULATING)
         surplus -= sum(state in states for state in self.states)
         retired = 0
-        for loan in sorted(self._unheld(), key=lambda loan: (self._has_chunks(loan), self._used_at(loan))):
+        for loan in sorted(
+            self.unheld(self.loans.values()), key=lambda loan: (self._has_chunks(loan), self._used_at(loan))
+        ):
             if retired >= surplus:
                 break
             if loan.namespace.segments > loan.namespace.floor:
@@ -163,6 +165,15 @@ class Lending:
     def loans_of(self, namespace: Namespace) -> list[Loan]:
         return [self.loans[segment] for segment in namespace.row_of_segment]
 
+    def unheld(self, loans: Iterable[Loan]) -> list[Loan]:
+        """Those of which nothing is held, and that are not on their way back already."""
+        return [
+            loan
+            for loan in loans
+            if self.states[loan.pool_index] is SegmentState.LENT
+            and not loan.namespace.table.row_held[loan.namespace.row_of_segment[loan.segment_id]]
+        ]
+
     def steal_for(self, namespace: Namespace) -> bool:
         """Retires the segment whose newest use is oldest, unless it is the namespace's own.
 
@@ -178,7 +189,7 @@ class Lending:
         slow = self.slow_holders().keys()
         candidates = [
             loan
-            for loan in self._unheld()
+            for loan in self.unheld(self.loans.values())
             if loan.namespace is namespace or loan.namespace.segments > loan.namespace.floor
         ]
         soon = [loan for loan in candidates if loan.holders.isdisjoint(slow)]
@@ -203,14 +214,11 @@ class Lending:
 
     def shrink(self, namespace: Namespace) -> int:
         """Retires unheld segments above the namespace's cap, oldest first. Returns how many."""
-        rows = namespace.row_of_segment
-        before = namespace.segments
-        for loan in sorted(self.loans_of(namespace), key=self._used_at):
-            if not namespace.cap or namespace.segments <= namespace.cap:
-                break
-            if not namespace.table.row_held[rows[loan.segment_id]]:
-                self.retire(loan)
-        return before - namespace.segments
+        surplus = max(0, namespace.segments - namespace.cap) if namespace.cap else 0
+        oldest = sorted(self.unheld(self.loans_of(namespace)), key=self._used_at)[:surplus]
+        for loan in oldest:
+            self.retire(loan)
+        return len(oldest)
 
     def retire(self, loan: Loan) -> None:
         """Takes a segment back: its chunks go now, the segment when its workers have let go."""
@@ -237,15 +245,6 @@ class Lending:
             namespace.expecting = True
             self._waiting.append(namespace)
         namespace.expecting_since = self._clock()
-
-    def _unheld(self) -> list[Loan]:
-        """Loans of whose chunks nobody holds one."""
-        return [
-            loan
-            for loan in self.loans.values()
-            if self.states[loan.pool_index] is SegmentState.LENT
-            and not loan.namespace.table.row_held[loan.namespace.row_of_segment[loan.segment_id]]
-        ]
 
     def _has_chunks(self, loan: Loan) -> bool:
         namespace = loan.namespace

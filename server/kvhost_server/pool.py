@@ -11,7 +11,7 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -255,31 +255,25 @@ class Pool:
         on_ready: Callable[[int], None],
         on_missing: Callable[[Sequence[int]], None],
     ) -> None:
-        problem = ""
         waiting = {segment.index: segment for segment in segments}
         try:
             for segment in segments:
                 segment.fd = _make_segment(segment.index, self.plan)
-            async with Helper(self._job(segments, self._wait_s)) as helper:
-                async for step in helper.steps():
-                    segment = self._segments[step.segment]
-                    segment.allocated = step.done
-                    if step.kind == "ready":
-                        # Unlike at the start: what is locked stays so, and the pool grows by less.
-                        await self._lock_segment(segment)
-                        segment.ready = True
-                        del waiting[segment.index]
-                        on_ready(segment.index)
-                    elif step.kind in ("short", "failed"):
-                        problem = step.error or f"{step.source} leaves {format_size(step.room)}"
+            async for step in self._steps(segments, self._wait_s):
+                segment = self._segments[step.segment]
+                segment.allocated = step.done
+                if step.kind == "ready":
+                    # Unlike at the start: what is locked stays so, and the pool grows by less.
+                    await self._lock_segment(segment)
+                    segment.ready = True
+                    del waiting[segment.index]
+                    on_ready(segment.index)
         except (OSError, HelperFailed) as error:
-            problem = str(error)
-        if waiting:
             for segment in waiting.values():
                 await self._off_loop(partial(_free, segment.leave()))
             self._note(
                 f"the pool did not grow to {format_size(self.asked_bytes)}, it has "
-                f"{format_size(self.capacity_bytes)}: {problem or 'the helper ended early'}"
+                f"{format_size(self.capacity_bytes)}: {error}"
             )
             on_missing([*waiting])
 
@@ -302,7 +296,7 @@ class Pool:
     async def _clean(self, segment: _Segment, on_clean: Callable[[int], None]) -> None:
         try:
             if self.plan.huge_page:  # they cannot be written with pwrite, and a fault at a hole would kill us
-                await self._run_helper(segment, zero=True)
+                await self._complete(segment, zero=True)
             else:
                 await self._off_loop(partial(_zero, segment.fd, self.segment_bytes))
         except (OSError, HelperFailed) as error:
@@ -317,18 +311,26 @@ class Pool:
 
     async def _repair(self, segment: _Segment) -> bool:
         try:
-            await self._run_helper(segment)
+            await self._complete(segment)
         except (OSError, HelperFailed) as error:
             log.error("segment %d could not be populated again: %s", segment.index, error)
             return False
         return True
 
-    async def _run_helper(self, segment: _Segment, *, zero: bool = False) -> None:
+    async def _complete(self, segment: _Segment, *, zero: bool = False) -> None:
         """Populates, and with `zero` overwrites, one segment that was ready before."""
-        async with Helper(self._job([segment], 0.0, zero=zero)) as helper:
+        async for _ in self._steps([segment], 0.0, zero=zero):
+            pass
+
+    async def _steps(
+        self, segments: list[_Segment], wait_s: float, *, zero: bool = False
+    ) -> AsyncIterator[Step]:
+        """What a helper does for these segments. Raises `HelperFailed` where it ends before all are ready."""
+        async with Helper(self._job(segments, wait_s, zero=zero)) as helper:
             async for step in helper.steps():
                 if step.kind in ("short", "failed"):
                     raise HelperFailed(step.error or f"{step.source} leaves {format_size(step.room)}")
+                yield step
 
     def _job(self, segments: list[_Segment], wait_s: float, *, zero: bool = False) -> Job:
         return job_for(

@@ -152,15 +152,14 @@ def drop(books: Books, namespace: Namespace) -> tuple[int, int]:
         )
     unpin(books, namespace, None)
     namespace.floor = 0
-    dropped = 0
+    lending = books.lending
+    going = lending.unheld(lending.loans_of(namespace))
     with books.fates.because(Cause.OPERATOR):
-        for loan in books.lending.loans_of(namespace):
-            if not namespace.table.row_held[namespace.row_of_segment[loan.segment_id]]:
-                books.lending.retire(loan)
-                dropped += 1
-    books.counters["segments_retired"] += dropped
+        for loan in going:
+            lending.retire(loan)
+    books.counters["segments_retired"] += len(going)
     books.tell_evictions(namespace)
-    return dropped, namespace.segments
+    return len(going), namespace.segments
 
 
 def resize_pool(books: Books, attachment: Attachment, nbytes: int) -> None:

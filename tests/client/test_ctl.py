@@ -16,20 +16,9 @@ from kvhost_client.admin import AdminClient
 from kvhost_client.errors import InvalidArgument, NotFound
 from kvhost_proto.v1 import admin_pb2, common_pb2
 from tests.client.engine import Engine, key, keys
-from tests.support import Daemon, wait_for
+from tests.support import Daemon, ctl, wait_for
 
 YES, NO, USAGE, UNREACHABLE = 0, 1, 2, 69
-
-
-def ctl(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvhost_client.ctl", *arguments],
-        env={**os.environ, **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
 
 
 def answer(daemon: Daemon, *arguments: str, code: int = YES) -> Any:

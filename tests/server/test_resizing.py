@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +11,7 @@ import pytest
 
 from tests.client.engine import Engine, keys
 from tests.server.hosts import MIB, cgroup_v2
-from tests.support import Daemon, pat, wait_for
+from tests.support import Daemon, ctl, pat, wait_for
 
 SEGMENT = MIB
 # A session may hold so many slots in a pool of one segment, which has 17.
@@ -28,14 +26,9 @@ def daemon() -> Iterator[Daemon]:
         yield running
 
 
-def ctl(daemon: Daemon, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvhost_client.ctl", "--socket", daemon.socket, "limit", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-
 def limit(daemon: Daemon, *words: str, code: int = 0) -> dict[str, Any]:
     """What `kvhostctl limit` says of the pool's memory."""
-    done = ctl(daemon, *words, "--json")
+    done = ctl("--socket", daemon.socket, "limit", *words, "--json")
     assert done.returncode == code, done.stderr
     memory: dict[str, Any] = json.loads(done.stdout)
     return memory
@@ -139,6 +132,6 @@ def test_mistakes(daemon: Daemon) -> None:
         (["--pool", "8MiB", "--cap", "1MiB"], 2, "--pool goes without"),
         (["--pool", "0"], 2, "allowed is 1MiB at least"),
     ):
-        done = ctl(daemon, *words)
+        done = ctl("--socket", daemon.socket, "limit", *words)
         assert done.returncode == code, done.stderr
         assert said in done.stderr

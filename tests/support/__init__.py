@@ -1,5 +1,6 @@
 """What every test uses: a real daemon, looks into processes, patterned bytes, waiting for conditions."""
 
+from tests.support.ctl import ctl
 from tests.support.daemon import Daemon
 from tests.support.forks import fork_child, in_child
 from tests.support.patterns import pat, pattern_word
@@ -9,6 +10,7 @@ from tests.support.waiting import wait_for, wait_for_async
 __all__ = [
     "Daemon",
     "children",
+    "ctl",
     "fd_count",
     "fork_child",
     "in_child",
