@@ -25,7 +25,7 @@ test: setup ## every test, those with real engines included
 lint: setup ## ruff, formatting, mypy --strict
 	@$(VENV)/ruff check $(SOURCES)
 	@$(VENV)/ruff format --check $(SOURCES)
-	@$(VENV)/mypy server client connector scripts demo
+	@$(VENV)/mypy server client connector scripts demo benchmarks
 
 format: setup ## let ruff mend what it can
 	@$(VENV)/ruff check --fix $(SOURCES)

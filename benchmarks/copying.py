@@ -58,7 +58,7 @@ class Case:
 
 
 REQUIRED = Case(64 * KIB, 1)
-SHORT = (REQUIRED, Case(16 * KIB, 1), Case(8 * KIB, 1))
+SHORT = (REQUIRED, Case(16 * KIB, 1))
 FULL = tuple(
     Case(page * KIB, blocks)
     for page in (64, 32, 16, 8)

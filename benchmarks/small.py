@@ -113,6 +113,7 @@ class Engine:
         """
         began = time.perf_counter()
         connection = self.session._connection
+        update: grpc.UnaryUnaryMultiCallable[bytes, bytes]
         update = connection.channel.unary_unary("/kvhost.v1.Cache/Update")
         head = cache_pb2.UpdateRequest(session_id=connection.session_id).SerializeToString()
         waiting: list[grpc.Future[bytes]] = []

@@ -5,7 +5,7 @@ A belief saves a store, or makes a request ask for a pin; only the pin proves it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from vllm.v1.kv_offload.base import OffloadingEvent
 
@@ -28,9 +28,10 @@ class Beliefs:
         self._changes = 0
         self._events = EventLog(events)
 
-    def stored(self, wire: bytes) -> bool:
-        """Whether a chunk is believed to be there."""
-        return wire in self._stored
+    @property
+    def stored(self) -> Container[bytes]:
+        """The chunks that are believed to be there."""
+        return self._stored.keys
 
     def found(self, wires: Iterable[bytes]) -> None:
         """A lookup saw these."""

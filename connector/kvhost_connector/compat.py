@@ -174,7 +174,7 @@ class SchedulerHalf:
     def __init__(self, half: Any) -> None:
         _check_instance(half, _SCHEDULER_NAMES)
         self._half = half
-        self._idle = IdleRequests(half, half.manager.is_stored) if vllm_version() in _TRIMMED else None
+        self._idle = IdleRequests(half, half.manager.grants_at_hand) if vllm_version() in _TRIMMED else None
 
     @property
     def manager(self) -> Any:
@@ -311,11 +311,12 @@ class TrimmedOutput:
 
 
 OFFERED_A_STEP = 24
-"""So many chunks that are stored already are offered in a step, where more could wait; and of one request at
+"""So many chunks are offered to be stored in a step, where more could wait; and those of one request at
 least."""
 
-OFFERED_PART = 8
-"""Where very many wait, this part of them: they must not become ever more."""
+WAITING_PART = 2
+"""Of the grants at hand one in so many is for chunks that wait: requests that end need all of theirs at
+once."""
 
 
 class IdleRequests:
@@ -326,14 +327,14 @@ class IdleRequests:
     the prompt the second finds nothing. It moves back only when a load is allocated, which a lookup precedes,
     at a reset, and when we move it: `awaken` in each of these cases. What finished is never left out.
 
-    Where all groups are full attention, prompts that were loaded together are offered one after the other,
-    over the next steps, so that none of these is long: nothing comes of it, their chunks are stored already.
+    Where all groups are full attention, prompts that become complete together are offered one after the
+    other, over the next steps, so that none of these is long. Their blocks stay with them until they end, and
+    in the step after that native offers what is left: never more waits than could be stored then.
     """
 
-    def __init__(self, half: Any, is_stored: Callable[[str, bytes], bool]) -> None:
-        """`is_stored` says of a request's offload key whether its chunk is believed to be there."""
+    def __init__(self, half: Any, grants_at_hand: Callable[[], int]) -> None:
         self._half = half
-        self._is_stored = is_stored
+        self._grants_at_hand = grants_at_hand
         self._prompts_only = bool(half.config.offload_prompt_only)
         self._tokens = [int(group.tokens_per_chunk) for group in half.config.kv_group_configs]
         self._may_wait = all(
@@ -372,9 +373,9 @@ class IdleRequests:
         return TrimmedOutput(output, scheduled, CachedRequests(req_ids, new_blocks, resumed))
 
     def _put_off(self, scheduled: dict[str, int]) -> None:
-        """Takes out requests whose chunks are stored, and can as well be offered in a later step."""
+        """Takes out requests whose chunks can as well be offered in a later step."""
         due = {req_id: self._due(req_id, count) for req_id, count in scheduled.items()}
-        room = max(OFFERED_A_STEP, sum(due.values()) // OFFERED_PART)
+        room = max(OFFERED_A_STEP, sum(due.values()) - self._grants_at_hand() // WAITING_PART)
         offered = 0
         for req_id, chunks in due.items():
             if not chunks:
@@ -385,23 +386,17 @@ class IdleRequests:
                 offered += chunks
 
     def _due(self, req_id: str, count: int) -> int:
-        """How many chunks native would offer of a request that computes `count` tokens in this step; 0 when
-        the first of them is not stored yet."""
+        """How many chunks native would offer of a request that computes `count` tokens in this step."""
         status = self._half._req_status.get(req_id)
         if status is None:
             return 0
         end = min(status.req.num_computed_tokens + count, status.req.num_prompt_tokens)
         if status.max_offload_tokens is not None:
             end = min(end, status.max_offload_tokens)
-        due = 0
-        for tokens, state in zip(self._tokens, status.group_states, strict=True):
-            first, keys = state.next_stored_chunk_idx, state.offload_keys
-            chunks = end // tokens - first
-            if chunks > 0:
-                if first >= len(keys) or not self._is_stored(req_id, keys[first]):
-                    return 0
-                due += chunks
-        return due
+        return sum(
+            max(0, end // tokens - state.next_stored_chunk_idx)
+            for tokens, state in zip(self._tokens, status.group_states, strict=True)
+        )
 
     def _becomes_idle(self, req_id: str) -> bool:
         status = self._half._req_status.get(req_id)

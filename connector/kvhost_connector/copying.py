@@ -68,12 +68,13 @@ class NativeCopier:
         # Shapes (blocks, spans): all of a block before the next one.
         pages = (spans.address + blocks[:, None] * spans.block_stride).ravel()
         image = (images[:, None] + spans.offset).ravel()
-        sizes = np.tile(spans.bytes, len(blocks))
+        sizes = np.empty((len(blocks), len(spans.bytes)), dtype=np.int64)
+        sizes[:] = spans.bytes
         if direction == "store":
-            self._native.copy(image, pages, sizes, self._kernel)
+            self._native.copy(image, pages, sizes.ravel(), self._kernel)
         else:
             kept = len(blocks) * group.block_bytes <= KEPT_BYTES
-            self._native.copy(pages, image, sizes, Kernel.PLAIN if kept else self._kernel)
+            self._native.copy(pages, image, sizes.ravel(), Kernel.PLAIN if kept else self._kernel)
 
 
 def choose_copier(setting: CopyBy) -> Copier:

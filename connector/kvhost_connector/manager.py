@@ -104,10 +104,9 @@ class HostManager(OffloadingManager):
         """What is known of a request; None when it never began, or is forgotten."""
         return self._views.get(req_id)
 
-    def is_stored(self, req_id: str, key: bytes) -> bool:
-        """Whether the chunk of a request's offload key is believed to be there."""
-        view = self._views.get(req_id)
-        return view is not None and self._beliefs.stored(view.wire(key))
+    def grants_at_hand(self) -> int:
+        """How many chunks could be stored at once."""
+        return len(self._board.stock) if self._board is not None else 0
 
     def still_waits(self, view: RequestView) -> bool:
         """Whether an answer is on its way, and nothing else is to be done."""

@@ -85,7 +85,7 @@ class Matching:
         return hit
 
     def _is_believed(self, view: RequestView, key: bytes) -> bool:
-        return key not in view.failed and (key in view.found or self._beliefs.stored(view.wire(key)))
+        return key not in view.failed and (key in view.found or view.wire(key) in self._beliefs.stored)
 
     def foresee(self, view: RequestView, computed: int, loading: Collection[bytes]) -> bool:
         """Pins what native would find by advice alone, without asking it: all groups are looked up by prefix.

@@ -160,11 +160,16 @@ class Watch:
     """Keeps the tensors under registered pages alive, and knows when their memory is not where it was."""
 
     def __init__(self, owners: Sequence[Any]) -> None:
-        self._owners = [(owner, _place(owner)) for owner in owners]
+        self._owners = tuple(owners)
+        self._addresses = [owner.data_ptr() for owner in owners]
+        # Layers often share one storage, and this is asked before every copy: each storage once.
+        self._storages = {_place(owner): owner for owner in owners}
 
     def check(self) -> None:
         """Raises `CacheMoved` when a tensor's memory was released or replaced since it was registered."""
-        if any(_place(owner) != place for owner, place in self._owners):
+        if any(_place(owner) != place for place, owner in self._storages.items()) or (
+            [owner.data_ptr() for owner in self._owners] != self._addresses
+        ):
             raise CacheMoved(
                 "the engine's KV cache moved since it was registered (sleep mode): nothing is copied"
             )

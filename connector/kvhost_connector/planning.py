@@ -73,11 +73,11 @@ def plan_job(
                 f"a store of {size} blocks from block {first} on in group {group} is not a whole number of "
                 f"chunks of {blocks_per_chunk} blocks"
             )
-        places = np.arange(size, dtype=np.int64) + first % blocks_per_chunk
-        numbers = places // blocks_per_chunk + used
-        chunks.append(numbers)
-        rows.append(places % blocks_per_chunk)
-        used = int(numbers[-1]) + 1 if size else used
+        row = first % blocks_per_chunk
+        numbers, places = np.divmod(np.arange(row, row + size, dtype=np.int64), blocks_per_chunk)
+        chunks.append(numbers + used)
+        rows.append(places)
+        used += -(-(row + size) // blocks_per_chunk) if size else 0
         end += size
         ends.append(end)
     blocks = np.asarray(device.block_ids, dtype=np.int64)

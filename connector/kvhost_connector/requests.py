@@ -9,7 +9,7 @@ What is looked up in KNOWN is advice. What is looked up in PINNED is what is hel
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -91,11 +91,11 @@ class RequestView:
 
     def chunk(self, key: bytes, position: int, index: int) -> Chunk:
         """The chunk with its parent: the one before it, in groups that are looked up by prefix (I10)."""
-        group = self.groups[position]
-        parent = b""
-        if group.prefix and 0 < index <= len(self.chains[position]):
-            parent = self.wire(self.chains[position][index - 1])
-        return Chunk(group.id, self.wire(key), parent)
+        group, chain = self.groups[position], self.chains[position]
+        parent = chain[index - 1] if group.prefix and 0 < index <= len(chain) else b""
+        if self.adapter:
+            return Chunk(group.id, self.wire(key), self.wire(parent) if parent else b"")
+        return Chunk(group.id, key, parent)
 
     def is_cut_off(self, position: int, index: int) -> bool:
         """Whether a chunk before this one was removed: by prefix this one could not be found."""
@@ -146,6 +146,11 @@ class StoredKeys:
 
     def __len__(self) -> int:
         return len(self._keys)
+
+    @property
+    def keys(self) -> Container[bytes]:
+        """The keys alone: to look many of them up."""
+        return self._keys
 
     def add(self, key: bytes) -> None:
         self._keys.pop(key, None)

@@ -135,7 +135,7 @@ class Transferring:
         wanted = []
         for key in keys:
             wire = key if plain else view.wire(key)
-            if wire in storing or stored(wire):
+            if wire in storing or wire in stored:
                 continue
             end = end_of(key) or 0
             position, index = view.place(key, end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,11 +81,15 @@ class HostWorker(JobWorker):
         limit = BATCH_BYTES if self._plane is no_faults else 0
         start = 0
         for number, (group, end) in enumerate(zip(pages.groups, plan.ends, strict=True)):
-            step = max(1, limit // (self._blocks_per_chunk * group.block_bytes))
-            first, last = plan.chunk_span(start, end)
-            chunks = plan.chunks[start:end]
-            for chunk in range(first, last, step):
-                until = min(chunk + step, last)
-                a, b = np.searchsorted(chunks, [chunk, until]) + start
-                yield Batch(number, chunk, until, slice(a, b))
+            blocks = slice(start, end)
             start = end
+            first, last = plan.chunk_span(blocks.start, end)
+            step = max(1, limit // (self._blocks_per_chunk * group.block_bytes))
+            if last - first <= step:
+                if last > first:
+                    yield Batch(number, first, last, blocks)
+                continue
+            chunks = [*range(first, last, step), last]
+            places = np.searchsorted(plan.chunks[blocks], chunks) + blocks.start
+            for (this, following), (a, b) in zip(pairwise(chunks), pairwise(places.tolist()), strict=True):
+                yield Batch(number, this, following, slice(a, b))

@@ -246,7 +246,7 @@ def test_caches_that_no_device_could_copy_are_refused() -> None:
 
 def test_a_cache_that_moved_is_not_copied(benches: Benches) -> None:
     bench = benches(layered(1))
-    [(tensor, _)] = bench.pages._watch._owners
+    [tensor] = bench.pages._watch._owners
     tensor.set_(torch.zeros((8, 64), dtype=torch.int8))
     bench.store(1, [3], 0)
     bench.settle(1)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvhost_connector.compat import OFFERED_A_STEP, OFFERED_PART, IdleRequests
+from kvhost_connector.compat import OFFERED_A_STEP, WAITING_PART, IdleRequests
 
 TOKENS = 32
 
@@ -25,9 +25,8 @@ def half(*, prompts_only: bool = True, groups: int = 1, window: int | None = Non
     return SimpleNamespace(config=config, _req_status={})
 
 
-def idle_requests(owner: Any, *, fresh: tuple[str, ...] = ()) -> IdleRequests:
-    """Every chunk is stored already, but those of `fresh` requests."""
-    return IdleRequests(owner, lambda req_id, key: req_id not in fresh)
+def idle_requests(owner: Any, *, grants: int = 10_000) -> IdleRequests:
+    return IdleRequests(owner, lambda: grants)
 
 
 def add(owner: Any, req_id: str, prompt: int, stored: list[int]) -> Any:
@@ -102,7 +101,7 @@ def test_nothing_is_left_out_where_answers_are_stored_too() -> None:
     assert idle_requests(owner).leave_out(step) is step
 
 
-def test_prompts_that_were_loaded_together_are_offered_over_several_steps() -> None:
+def test_prompts_that_become_complete_together_are_offered_over_several_steps() -> None:
     owner = half()
     long = (OFFERED_A_STEP - 1) * TOKENS
     for name in ("a", "b", "c"):
@@ -115,20 +114,16 @@ def test_prompts_that_were_loaded_together_are_offered_over_several_steps() -> N
     assert not idle.leave_out(output(["a", "b", "c"])).num_scheduled_tokens
 
 
-def test_the_more_wait_the_more_are_offered_in_a_step() -> None:
+@pytest.mark.parametrize("grants", [0, 100, 400])
+def test_no_more_waits_than_grants_are_there_for(grants: int) -> None:
+    """Requests that end are offered at once: their blocks go to others."""
     owner = half()
     names = [f"r{number}" for number in range(64)]
     for name in names:
-        add(owner, name, OFFERED_A_STEP * TOKENS, [0])
-    assert len(idle_requests(owner).leave_out(output(names)).num_scheduled_tokens) == 64 // OFFERED_PART
-
-
-def test_what_is_not_stored_yet_never_waits() -> None:
-    owner = half()
-    for name in ("a", "b", "c"):
-        add(owner, name, OFFERED_A_STEP * TOKENS, [0])
-    offered = idle_requests(owner, fresh=("b", "c")).leave_out(output(["a", "b", "c"]))
-    assert list(offered.num_scheduled_tokens) == ["a", "b", "c"]
+        add(owner, name, 8 * TOKENS, [0])
+    offered = idle_requests(owner, grants=grants).leave_out(output(names)).num_scheduled_tokens
+    waiting = 8 * (len(names) - len(offered))
+    assert grants // WAITING_PART <= waiting < grants // WAITING_PART + 8
 
 
 def test_what_must_not_be_stored_keeps_nobody_waiting() -> None:

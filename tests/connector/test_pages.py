@@ -96,3 +96,15 @@ def test_a_cache_that_was_released_is_noticed() -> None:
     cache.tensors[0].untyped_storage().resize_(0)
     with pytest.raises(CacheMoved, match="sleep mode"):
         table.check_in_place()
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_one_layer_that_is_elsewhere_now_is_noticed(layer: int) -> None:
+    """Layers in one storage: the others are where they were."""
+    cache = layered(3)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in cache.tensors}) == 1
+    table = PageTable.of(cache.canonical)
+    moved = cache.tensors[layer]
+    moved.set_(torch.zeros_like(moved))
+    with pytest.raises(CacheMoved):
+        table.check_in_place()
