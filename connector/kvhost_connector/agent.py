@@ -10,14 +10,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from kvhost_client.errors import BreakerOpen, DeadlineExceeded, KVHostError, NotServing, Unavailable
-from kvhost_client.types import Answer, Found, ItemKind, Query, Reserved, Updated
+from kvhost_client.types import Answer, ChainQuery, Found, ItemKind, Query, Reserved, Updated
 from kvhost_connector.board import Board
 from kvhost_connector.holds import PinnedSlot
-from kvhost_connector.orders import Changes, Round, Ticket, TicketState
+from kvhost_connector.orders import Answered, Changes, Round, Ticket, TicketState
 from kvhost_connector.session import Session
 from kvhost_connector.tracing import spans
 
@@ -28,6 +28,15 @@ CALL_DEADLINE_S = 5.0
 
 # The same complaint is logged once in so many seconds.
 _LOG_EVERY_S = 30.0
+
+
+class Asked(NamedTuple):
+    """What is asked for a ticket, since when, and what is known of its keys already."""
+
+    ticket: Ticket
+    since: float
+    chains: Sequence[ChainQuery]
+    found: Mapping[bytes, int] = {}
 
 
 class Agent:
@@ -78,10 +87,10 @@ class Agent:
         # A request whose lookup is answered may be computed, and want to be stored, a moment later.
         if work.reserve:
             self._reserve(work)
-        if work.lookups:
-            self._look_up(work.session, work.lookups, pin=False)
-        if work.pins:
-            self._look_up(work.session, work.pins, pin=True)
+        lookups = [Asked(ticket, ticket.asked_at, ticket.chains) for ticket in work.lookups]
+        pins = [Asked(ticket, ticket.asked_at, ticket.chains) for ticket in work.pins]
+        pins += self._look_up(work.session, lookups, pin=False)
+        self._look_up(work.session, pins, pin=True)
         self._board.note_generation(work.session)
 
     def _call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -167,19 +176,29 @@ class Agent:
             raise
         self._board.rebased(work)
 
-    def _look_up(self, session: Session, tickets: list[Ticket], *, pin: bool) -> None:
-        asked = [ticket for ticket in tickets if ticket.state is TicketState.WAITING]
+    def _look_up(self, session: Session, asked: list[Asked], *, pin: bool) -> list[Asked]:
+        """Answers these tickets, but for those whose hits are to be held first: returns what to pin for
+        them."""
+        asked = [one for one in asked if one.ticket.state is TicketState.WAITING]
         if not asked:
-            return
-        queries = [Query(number, ticket.chains, ticket.request) for number, ticket in enumerate(asked)]
+            return []
+        queries = [Query(number, one.chains, one.ticket.request) for number, one in enumerate(asked)]
         answers: list[Answer] = self._call(session.lookup, queries, pin=pin)
-        if spans.on:
-            now = time.monotonic()
-            for ticket, answer in zip(asked, answers, strict=True):
-                spans.looked_up(ticket, sum(chain.hits for chain in answer.chains), now)
-        self._board.answered(
-            [(ticket, *_read(ticket, answer)) for ticket, answer in zip(asked, answers, strict=True)], session
-        )
+        now = time.monotonic()
+        done: list[Answered] = []
+        to_hold: list[Asked] = []
+        for one, answer in zip(asked, answers, strict=True):
+            if spans.on:
+                keys = sum(len(chain.keys) for chain in one.chains)
+                hits = sum(chain.hits for chain in answer.chains)
+                spans.looked_up(one.ticket.request, keys, hits, one.since, pin=pin)
+            found, pins = _read(one.chains, answer, pin)
+            if one.ticket.hold and not pin and Found.HIT in found.values():
+                to_hold.append(Asked(one.ticket, now, [_hits(chain, found) for chain in one.chains], found))
+            else:
+                done.append((one.ticket, {**one.found, **found}, pins))
+        self._board.answered(done, session)
+        return to_hold
 
     def _failed(self, work: Round, error: Exception) -> None:
         """The answers of this round will not come: the engine computes instead."""
@@ -200,14 +219,22 @@ class Agent:
             logger.log(logging.INFO if quiet else logging.WARNING, "kvhost: %s", what)
 
 
-def _read(ticket: Ticket, answer: Answer) -> tuple[dict[bytes, int], dict[bytes, PinnedSlot]]:
-    """What was found and what is held, by key."""
+def _hits(chain: ChainQuery, found: Mapping[bytes, int]) -> ChainQuery:
+    """A question for those keys of a chain that were found."""
+    hits = [key for key in chain.keys if found.get(key) == Found.HIT]
+    return ChainQuery(chain.group, chain.semantics, hits)
+
+
+def _read(
+    chains: Sequence[ChainQuery], answer: Answer, pin: bool
+) -> tuple[dict[bytes, int], dict[bytes, PinnedSlot]]:
+    """What was found and, with `pin`, what is held, by key."""
     found: dict[bytes, int] = {}
     pins: dict[bytes, PinnedSlot] = {}
-    for chain, result in zip(ticket.chains, answer.chains, strict=True):
+    for chain, result in zip(chains, answer.chains, strict=True):
         # With prefix semantics the answer ends at the first miss.
         found.update(zip(chain.keys, result.found, strict=False))
-        if ticket.pin:
+        if pin:
             hits = [key for key, at in zip(chain.keys, result.found, strict=False) if at == Found.HIT]
             pins.update(zip(hits, map(PinnedSlot, result.pin_ids, result.slots), strict=True))
     return found, pins

@@ -22,8 +22,8 @@ from kvhost_client.types import (
     ServiceState,
     StoreOf,
 )
-from kvhost_connector.holds import Authority, PinnedSlot
-from kvhost_connector.orders import Changes, Counters, News, NewsKind, Round, Ticket, TicketState
+from kvhost_connector.holds import Authority
+from kvhost_connector.orders import Answered, Changes, Counters, News, NewsKind, Round, Ticket, TicketState
 from kvhost_connector.session import Session
 from kvhost_connector.supply import Supply
 from kvhost_proto.v1 import cache_pb2
@@ -62,6 +62,8 @@ class Board:
         self._silent = False
         self._probe_after = 0.0
         self.ever_mapped = False
+        # Chunks that the namespace has room for.
+        self.room = 0
         # Orders.
         self._rebase: str | None = None
         self._declare = False
@@ -130,16 +132,19 @@ class Board:
         """The engine works: grants are worth holding."""
         self.stock.engine_active()
 
-    def ask(self, chains: Sequence[ChainQuery], *, pin: bool, request: str = "") -> Ticket | None:
+    def ask(
+        self, chains: Sequence[ChainQuery], *, pin: bool, hold: bool = False, request: str = ""
+    ) -> Ticket | None:
         """Asks which of these keys are there, and holds them with `pin`. None when nobody would answer.
 
-        `request` is vLLM's id of the request, by which people ask the daemon why it missed.
+        `hold`: a lookup, and a pin of what it finds. `request` is vLLM's id of the request, by which people
+        ask the daemon why it missed.
         """
         with self._wake:
             authority = self.authority
             if authority is None or self.silent or self._closing:
                 return None
-            ticket = Ticket(tuple(chains), pin, authority.serial, self._clock(), request=request)
+            ticket = Ticket(tuple(chains), pin, authority.serial, self._clock(), hold, request=request)
             (self._pins if pin else self._lookups).append(ticket)
             self.stock.engine_active()
             self._wake.notify_all()
@@ -226,6 +231,7 @@ class Board:
         with self._wake:
             self._session = session
             self._state = session.state
+            self.room = declared.slots
             self._rebase = rebase
             self._changes = Changes(session.number)
             self._silent = False
@@ -310,9 +316,7 @@ class Board:
         """Grants of ours were used or ended: there is room below our own bounds."""
         self.stock.freed()
 
-    def answered(
-        self, tickets: Iterable[tuple[Ticket, dict[bytes, int], dict[bytes, PinnedSlot]]], session: Session
-    ) -> None:
+    def answered(self, tickets: Iterable[Answered], session: Session) -> None:
         """Answers to questions: what is found, and what is held."""
         with self._wake:
             for ticket, found, pins in tickets:

@@ -22,6 +22,10 @@ ADVICE_LASTS_S = 1.0
 # After an answer that did not come, so long nothing is asked for the request.
 BLIND_S = 0.5
 
+HELD_PART = 16
+"""One in so many chunks that there is room for may be held for requests that only arrived: their hits can be
+loaded a step earlier, but a long queue must not hold the pool."""
+
 
 class Matching:
     """Moves requests from phase to phase; see `requests` for the phases."""
@@ -37,15 +41,31 @@ class Matching:
         self._beliefs = beliefs
         self._may_attach = may_attach
         self._clock = clock
+        # Requests whose hits are (to be) held since they arrived -> their chunks.
+        self._held: dict[str, int] = {}
 
     def ask(self, view: RequestView) -> bool:
         """Starts a lookup of all keys. False when there is none, or nobody would answer."""
         chains = view.all_chains()
-        view.ticket = self._board.ask(chains, pin=False, request=view.req_id) if chains else None
+        if not chains:
+            return False
+        chunks = sum(map(len, view.chains))
+        hold = self._may_hold(view, chunks)
+        view.ticket = self._board.ask(chains, pin=False, hold=hold, request=view.req_id)
         if view.ticket is None:
             return False
         view.phase = Phase.ASKED
+        if hold:
+            view.held_at_once = True
+            self._held[view.req_id] = chunks
         return True
+
+    def _may_hold(self, view: RequestView, chunks: int) -> bool:
+        """Whether hits are held as soon as they are found: once for a request, whose groups are all looked up
+        by prefix, so that what is found is what would be loaded."""
+        if view.held_at_once or not view.prefix_only:
+            return False
+        return sum(self._held.values()) + chunks <= self._board.room // HELD_PART
 
     def still_waits(self, view: RequestView) -> bool:
         """Whether an answer is on its way and may be: nothing else about the request matters before."""
@@ -60,7 +80,8 @@ class Matching:
         now = self._clock()
         if view.phase is Phase.PINNED:
             view.asks += 1
-            if view.computed != computed or view.asks > MAX_ASKS or view.authority != self._board.authority:
+            moved = view.computed is not None and view.computed != computed
+            if moved or view.asks > MAX_ASKS or view.authority != self._board.authority:
                 self.let_go(view)
         if view.phase is Phase.KNOWN and now - view.answered_at > ADVICE_LASTS_S:
             view.phase = Phase.IDLE
@@ -143,6 +164,7 @@ class Matching:
 
     def let_go(self, view: RequestView) -> None:
         """Back to the beginning; what is held or asked for goes back."""
+        self._held.pop(view.req_id, None)
         if view.phase is Phase.IDLE and view.ticket is None and not view.pins:
             return
         if view.ticket is not None:
@@ -166,12 +188,12 @@ class Matching:
                 self._take_pins(view, ticket)
             else:
                 self._take_advice(view, ticket)
+                if ticket.hold:
+                    self._take_held(view, ticket)
         elif ticket.state is not TicketState.WAITING or self._board.overdue(ticket):
             if ticket.state is TicketState.WAITING:
                 self._board.counters.add("pin_deadlines" if pinning else "lookup_deadlines")
-            self._board.drop(ticket)
-            view.ticket = None
-            view.phase = Phase.IDLE
+            self.let_go(view)
             view.blind_until = self._clock() + BLIND_S
 
     def _take_advice(self, view: RequestView, ticket: Ticket) -> None:
@@ -183,6 +205,18 @@ class Matching:
             view.found = {key for chain in view.chains for key in chain if view.wire(key) in hits}
         else:
             view.found = hits
+
+    def _take_held(self, view: RequestView, ticket: Ticket) -> None:
+        """What was found is pinned already, from the first chunk on."""
+        if not ticket.pins:
+            self._held.pop(view.req_id, None)
+            return
+        view.phase = Phase.PINNED
+        view.authority = ticket.authority
+        view.asks = 0
+        view.computed = None
+        own = (key for chain in view.chains for key in chain)
+        view.pins = {key: ticket.pins[wire] for key in own if (wire := view.wire(key)) in ticket.pins}
 
     def _take_pins(self, view: RequestView, ticket: Ticket) -> None:
         view.phase = Phase.PINNED

@@ -24,19 +24,25 @@ class Ticket:
     """A question of one request on its way. Keys are as on the wire.
 
     `found` holds a `Found` value for each key that was answered; with `pin`, the hits are held under
-    `authority`, and whoever drops the ticket gives them back.
+    `authority`, and whoever drops the ticket gives them back. With `hold` a lookup's hits are pinned, too,
+    before it is answered.
     """
 
     chains: tuple[ChainQuery, ...]
     pin: bool
     serial: int
     asked_at: float
+    hold: bool = False
     state: TicketState = TicketState.WAITING
     found: dict[bytes, int] = field(default_factory=dict)
     pins: dict[bytes, PinnedSlot] = field(default_factory=dict)
     authority: Authority | None = None
     # vLLM's id of the request, for people.
     request: str = ""
+
+
+Answered = tuple[Ticket, dict[bytes, int], dict[bytes, PinnedSlot]]
+"""What was found for a ticket, and what is held, by key."""
 
 
 class NewsKind(Enum):

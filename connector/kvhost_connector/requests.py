@@ -1,7 +1,8 @@
 """One request on its way to a hit: asked, answered, pinned, loading. Keys here are vLLM's own.
 
     IDLE --ask--> ASKED --answer--> KNOWN --native finds n > 0--> PINNING --held--> PINNED --allocated--> IDLE
-      ^                                |                             |                 |
+      ^             |                  |                             |              ^  |
+      |             +----------------- answer, held with it ---------|--------------+  |
       +---- a new attempt -------------+------- deadline ------------+--- 16 asks -----+
 
 What is looked up in KNOWN is advice. What is looked up in PINNED is what is held, and nothing else (I3).
@@ -52,8 +53,10 @@ class RequestView:
     hits: dict[bytes, None] = field(default_factory=dict)
     pins: dict[bytes, PinnedSlot] = field(default_factory=dict)
     authority: Authority | None = None
-    # Locally computed tokens for which the pins were taken.
-    computed: int = 0
+    # Locally computed tokens for which the pins were taken; None: for however many these are.
+    computed: int | None = 0
+    # Whether hits were to be held with the first answer.
+    held_at_once: bool = False
     asks: int = 0
     # Keys of a load that failed: misses from then on, else the request would load and fail for ever.
     failed: set[bytes] = field(default_factory=set)

@@ -16,7 +16,7 @@ from kvhost_connector.config import ConfigError
 
 if TYPE_CHECKING:
     from kvhost_connector.holds import Transfer
-    from kvhost_connector.orders import Changes, Ticket
+    from kvhost_connector.orders import Changes
 
 REQUEST_ID = "gen_ai.request.id"
 _MOST_COMMITS = 65_536
@@ -62,15 +62,14 @@ class Tracing:
 
     # What happens.
 
-    def looked_up(self, ticket: Ticket, hits: int, now: float) -> None:
-        """A question was answered, `now` on the clock of the ticket."""
+    def looked_up(self, request: str, keys: int, hits: int, since: float, *, pin: bool) -> None:
+        """A question was answered now, of so many keys, that was asked at `since` on the monotonic clock."""
         if self._tracer is not None:
-            took_ns = int((now - ticket.asked_at) * _NS)
-            keys = sum(len(chain.keys) for chain in ticket.chains)
+            took_ns = int((time.monotonic() - since) * _NS)
             self._span(
-                "kvhost.pin" if ticket.pin else "kvhost.lookup",
+                "kvhost.pin" if pin else "kvhost.lookup",
                 time.time_ns() - took_ns,
-                ticket.request,
+                request,
                 {"kvhost.chunks": keys, "kvhost.hits": hits},
             )
 

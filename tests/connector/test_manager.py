@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 
+from kvhost_client.errors import Unavailable
 from kvhost_client.types import Semantics
 from kvhost_connector import matching as matching_module
 from kvhost_connector import requests as requests_module
@@ -274,6 +275,129 @@ def test_a_pin_that_is_not_confirmed_in_time_is_a_miss_and_goes_back(scene: Scen
     scene.session.gate.set()
     wait_for(lambda: "pin" in scene.session.calls and not scene.session.pins)
     assert scene.board.counters.take()["pin_deadlines"] == 1
+
+
+# Hits that are held with the first answer.
+
+
+@pytest.fixture
+def roomy(scene: Scene) -> Scene:
+    """Room for two requests of eight chunks to be held at once."""
+    scene.session.slots = 2 * len(KEYS) * matching_module.HELD_PART
+    scene.up()
+    return scene
+
+
+def test_hits_are_held_with_the_first_answer(roomy: Scene) -> None:
+    put(roomy.session, KEYS[:5])
+    view, context = roomy.request()
+    wait_for(lambda: not roomy.manager.still_waits(view))
+    assert [call for call in roomy.session.calls if call in ("lookup", "pin")] == ["lookup", "pin"]
+    # The first number is there at the first ask.
+    assert roomy.match(view, context) == 80
+    assert view.phase is Phase.PINNED
+    assert sorted(roomy.session.pins.values()) == KEYS[:5]
+    # However much the device has, it is held.
+    assert roomy.match(view, context, computed=32) == 48
+    spec = roomy.manager.prepare_load(KEYS[2:5], context)
+    assert spec.slots == (102, 103, 104)  # type: ignore[attr-defined]
+    roomy.manager.allocated(view)
+    roomy.manager.flush()
+    wait_for(lambda: sorted(roomy.session.pins.values()) == KEYS[2:5])
+
+
+def test_a_miss_is_asked_once(roomy: Scene) -> None:
+    view, context = roomy.request()
+    wait_for(lambda: not roomy.manager.still_waits(view))
+    assert roomy.match(view, context) == 0
+    assert "pin" not in roomy.session.calls
+
+
+def test_a_long_queue_does_not_hold_the_pool(roomy: Scene) -> None:
+    put(roomy.session, KEYS)
+    waiting = [roomy.request(f"r{number}") for number in range(5)]
+    wait_for(lambda: not any(roomy.manager.still_waits(view) for view, _ in waiting))
+    assert len(roomy.session.pins) == 2 * len(KEYS)
+    # Those that were not held get there by their own pins; one that ends makes room for the next to come.
+    assert roomy.matched(*waiting[4]) == 128
+    roomy.manager.end(waiting[0][0])
+    roomy.manager.flush()
+    view, context = roomy.request("later")
+    wait_for(lambda: not roomy.manager.still_waits(view))
+    assert roomy.match(view, context) == 128
+
+
+def test_what_was_held_too_long_is_held_when_it_is_asked_for(roomy: Scene) -> None:
+    put(roomy.session, KEYS)
+    view, context = roomy.request()
+    wait_for(lambda: not roomy.manager.still_waits(view))
+    for _ in range(requests_module.MAX_ASKS):
+        assert roomy.match(view, context) == 128
+    assert roomy.match(view, context) is None
+    roomy.manager.flush()
+    wait_for(lambda: not roomy.manager.still_waits(view))
+    wait_for(lambda: not roomy.session.pins)
+    assert roomy.matched(view, context) == 128
+
+
+@pytest.mark.parametrize("when", ["before the answer", "after it"])
+def test_what_is_held_for_a_request_that_ended_goes_back(roomy: Scene, when: str) -> None:
+    put(roomy.session, KEYS)
+    if when == "before the answer":
+        roomy.session.gate.clear()
+    view, _ = roomy.request()
+    if when == "after it":
+        wait_for(lambda: not roomy.manager.still_waits(view))
+    roomy.manager.forget("r")
+    roomy.session.gate.set()
+    roomy.manager.flush()
+    wait_for(lambda: roomy.board.idle and not roomy.session.pins)
+
+
+def test_chunks_evicted_between_lookup_and_hold_shorten_the_hit(roomy: Scene) -> None:
+    put(roomy.session, KEYS)
+    lookup = roomy.session.lookup
+
+    def evicting(queries: Any, pin: bool = False, deadline_s: float | None = None) -> Any:
+        if pin:
+            roomy.session.stored.pop(KEYS[3], None)
+        return lookup(queries, pin, deadline_s)
+
+    roomy.session.lookup = evicting  # type: ignore[method-assign]
+    view, context = roomy.request()
+    wait_for(lambda: not roomy.manager.still_waits(view))
+    assert roomy.match(view, context) == 48
+    assert sorted(roomy.session.pins.values()) == KEYS[:3]
+
+
+def test_a_bound_on_pins_shortens_what_is_held(roomy: Scene) -> None:
+    put(roomy.session, KEYS)
+    roomy.session.pin_bound = 2
+    view, context = roomy.request()
+    wait_for(lambda: not roomy.manager.still_waits(view))
+    assert roomy.match(view, context) == 32
+
+
+def test_windows_are_not_held_before_native_was_asked(roomy: Scene) -> None:
+    windowed = [key(number, 1) for number in range(1, 4)]
+    put(roomy.session, [*KEYS[:3], *windowed])
+    view, _ = roomy.request(keys=[*KEYS[:3], *windowed], groups=(FULL, WINDOW))
+    wait_for(lambda: not roomy.manager.still_waits(view))
+    assert not roomy.session.pins
+
+
+def test_a_hold_that_fails_is_a_miss(roomy: Scene) -> None:
+    put(roomy.session, KEYS)
+    lookup = roomy.session.lookup
+
+    def failing(queries: Any, pin: bool = False, deadline_s: float | None = None) -> Any:
+        if pin:
+            raise Unavailable("gone")
+        return lookup(queries, pin, deadline_s)
+
+    roomy.session.lookup = failing  # type: ignore[method-assign]
+    view, context = roomy.request()
+    assert roomy.matched(view, context) == 0
 
 
 # Loads.
