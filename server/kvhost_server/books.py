@@ -111,6 +111,7 @@ class Books:
         del self.namespaces[namespace.number]
         del self.writing[namespace.number]
         self.fates.forget(namespace.number)
+        namespace.table.close()
         for name in BYTES_OF:
             self._former_bytes[name] += namespace.counters[name] * namespace.spec.layout.slot_bytes
 

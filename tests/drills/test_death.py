@@ -31,7 +31,7 @@ from tests.drills.scale import Record, rounds, scale
 from tests.drills.stage import Process, Stage
 from tests.support import Daemon, wait_for
 
-ROUNDS = rounds(48, 400)
+ROUNDS = rounds(48, 240)
 CHUNKS = 4
 POINTS = ("lookup", "pin", "reserve", "assign", "copy", "commit", "load", "release")
 VICTIMS = ("scheduler", "worker", "both", "session")

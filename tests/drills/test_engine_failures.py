@@ -78,7 +78,7 @@ def test_a_load_that_fails_is_recomputed_though_nobody_else_is_there(
 
 def test_requests_that_share_chunks_whose_load_fails(writer: Engine, oracle: Oracle) -> None:
     with Record("8 a real engine: a shared load fails") as record:
-        for number in range(rounds(3, 30)):
+        for number in range(rounds(3, 20)):
             shared = fresh()
             _stored(writer, shared, oracle)
             prompts = [shared + [token] * 3 for token in (5, 6, 7)]
@@ -144,7 +144,7 @@ def test_with_policy_fail_that_request_errors_and_no_other(
         engines.engine(checkpoint(Recipe()), daemon, policy="fail") as reader,
     ):
         wait_usable(reader)
-        for number in range(rounds(3, 30)):
+        for number in range(rounds(3, 20)):
             asked, other = fresh(), fresh(200)
             _stored(writer, asked, oracle)
             hand(reader, "fail", "load", 1, (0, 4, 8)[number % 3])

@@ -33,7 +33,7 @@ def _pair(model: Path, **arguments: Any) -> Iterator[tuple[Engine, Oracle, Daemo
 
 
 def _comes_back(engine: Engine, alone: Oracle, record: Record, seed: int) -> None:
-    for number in range(rounds(2, 20)):
+    for number in range(rounds(2, 12)):
         asked = prompt(500, seed + number)
         for _ in range(2):
             check(ask(engine, asked, COUNT), alone.tokens(asked, COUNT), number)
@@ -44,7 +44,7 @@ def _comes_back(engine: Engine, alone: Oracle, record: Record, seed: int) -> Non
 
 
 def _failures(engine: Engine, alone: Oracle, record: Record, seed: int) -> None:
-    for number in range(rounds(3, 30)):
+    for number in range(rounds(3, 18)):
         asked, other = prompt(500, seed + number), prompt(200, seed + 100 + number)
         check(ask(engine, asked, COUNT), alone.tokens(asked, COUNT), number)
         wait_settled(engine)
@@ -71,7 +71,7 @@ def _storm(engine: Engine, alone: Oracle, record: Record, seed: int) -> None:
     hand(engine, "trouble", 0.03, 0.005)
     before = engine.metric("vllm:num_preemptions")
     try:
-        for _ in range(rounds(2, 20)):
+        for _ in range(rounds(2, 12)):
             prompts = [record.random.choice(pool)[: record.random.randint(30, 400)] for _ in range(10)]
             names = [engine.submit(asked, 40) for asked in prompts]
             ended = record.random.sample(names, 3)
@@ -135,7 +135,7 @@ def test_latent_attention() -> None:
         Record("7 and 8 a real engine: latent attention") as record,
         _pair(tiny.latent(), **LATENT) as (engine, alone, daemon),
     ):
-        for number in range(rounds(3, 30)):
+        for number in range(rounds(3, 18)):
             asked = prompt(500, 6500 + number)
             hand(engine, "clear_blocks")
             check(ask(engine, asked, 1), alone.tokens(asked, 1), number)
@@ -176,7 +176,7 @@ def test_windowed_layers_with_policy_fail() -> None:
         engines.engine(make(), daemon, policy="fail", **arguments) as engine,
     ):
         wait_usable(engine)
-        for number in range(rounds(3, 30)):
+        for number in range(rounds(3, 18)):
             asked, other = prompt(500, 6000 + number), prompt(200, 6100 + number)
             expected, fine = ask(engine, asked, COUNT), ask(engine, other, COUNT)
             wait_settled(engine)
@@ -204,7 +204,7 @@ def test_one_rank_of_two_fails(tmp_path: Path, oracle: Oracle) -> None:
         environment = {**PLACES, **ranks.environment(tmp_path)}
         with engines.engine(checkpoint(Recipe()), daemon, environment=environment, **TWO) as engine:
             wait_usable(engine, 30)
-            for number in range(rounds(2, 20)):
+            for number in range(rounds(2, 12)):
                 _one_rank_fails(engine, oracle, daemon, tmp_path, number)
                 record.rounds += 1
             engines.check_quiet(engine)

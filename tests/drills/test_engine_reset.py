@@ -128,7 +128,7 @@ def stage(oracle: Oracle) -> Iterator[Stage]:
 @pytest.mark.parametrize("times", [1, 2], ids=["once", "twice in a row"])
 def test_with_stores_and_loads_in_flight(stage: Stage, times: int) -> None:
     with Record("9 real engines: reset with copies in flight") as record:
-        for _ in range(rounds(2, 20)):
+        for _ in range(rounds(2, 12)):
             known, new, shared = stage.both_have(), stage.fresh(), stage.both_have()
             wait_for(stage.one.reset_prefix_cache, 10, "the device's cache to be emptied")
             names = engines.hold_copies(stage.one, known, new, 60)
@@ -153,7 +153,7 @@ def test_with_stores_and_loads_in_flight(stage: Stage, times: int) -> None:
 def test_with_running_requests_preempted_while_their_stores_run(stage: Stage) -> None:
     """vLLM refuses this while a request waits for a load, and tells the connector nothing then."""
     with Record("9 real engines: reset that preempts, stores in flight") as record:
-        for number in range(rounds(2, 20)):
+        for number in range(rounds(2, 12)):
             new, shared = stage.fresh(), stage.both_have()
             hand(stage.one, "hold", "store")
             names = [stage.one.submit(new, 60)]
@@ -170,7 +170,7 @@ def test_with_running_requests_preempted_while_their_stores_run(stage: Stage) ->
 def test_requests_that_run_through_a_reset_store_nothing_old(stage: Stage) -> None:
     """A request decodes on while the weights change: its old blocks must not be stored as new ones."""
     with Record("9 real engines: reset under running requests") as record:
-        for number in range(rounds(2, 20)):
+        for number in range(rounds(2, 12)):
             asked = stage.fresh()
             name = stage.one.submit(asked, 300)
             wait_for(lambda: stage.one.state().running == 1, 10, "the request to run")

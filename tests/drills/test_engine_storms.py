@@ -53,7 +53,7 @@ def test_preemption_storms_during_saves_and_loads(engine: Engine, daemon: Daemon
         before = engine.metric("vllm:num_preemptions"), engine.metric("vllm:kv_offload_load_bytes")
         hand(engine, "trouble", 0.0, 0.01)
         try:
-            for _ in range(rounds(3, 40)):
+            for _ in range(rounds(3, 24)):
                 prompts = _wave(record, pool, 12)
                 names = [engine.submit(asked, 90) for asked in prompts]
                 for answer, asked in zip(engine.wait(names, 300), prompts, strict=True):
@@ -114,7 +114,7 @@ def test_random_aborts_and_nobody_else_notices(engine: Engine, daemon: Daemon, o
         pool = [prompt(300, 3200 + seed) for seed in range(3)]
         hand(engine, "trouble", 0.02, 0.005)
         try:
-            for _ in range(rounds(3, 40)):
+            for _ in range(rounds(3, 24)):
                 prompts = _wave(record, pool, 10)
                 names = [engine.submit(asked, COUNT) for asked in prompts]
                 ended = record.random.sample(names, 5)
@@ -134,7 +134,7 @@ def test_random_aborts_and_nobody_else_notices(engine: Engine, daemon: Daemon, o
 
 def test_many_requests_with_the_same_beginning(engine: Engine, oracle: Oracle) -> None:
     with Record("7 a real engine: the same prefix at once") as record:
-        for number in range(rounds(2, 20)):
+        for number in range(rounds(2, 15)):
             shared = prompt(320, 3300 + number)
             prompts = [*([*shared, token] for token in range(3, 11)), shared]
             for _ in range(2):  # Nobody has it; then everybody loads it.
@@ -156,7 +156,7 @@ def test_hits_larger_than_half_the_device_do_not_block_each_other(engine: Engine
         prompts = [prompt(600, 3400 + seed) for seed in range(6)]
         for asked in prompts:
             check(engine.generate([asked], COUNT)[0], oracle.tokens(asked, COUNT))
-        for _ in range(rounds(2, 20)):
+        for _ in range(rounds(2, 15)):
             wait_settled(engine)
             wait_for(engine.reset_prefix_cache, 10, "the device's cache to be emptied")
             hand(engine, "trouble", 0.0, 0.005)
@@ -188,7 +188,7 @@ def test_speculative_decoding(daemon: Daemon, oracle: Oracle) -> None:
         wait_usable(engine)
         # Few words to choose from make many guesses right, and many wrong.
         few = {"allowed_token_ids": list(range(100, 104))}
-        for number in range(rounds(2, 20)):
+        for number in range(rounds(2, 15)):
             prompts = [prompt(200 + 41 * more, 3500 + 4 * number + more) for more in range(4)]
             expected = [oracle.tokens(asked, 60, allowed=few["allowed_token_ids"]) for asked in prompts]
             for again in range(2):

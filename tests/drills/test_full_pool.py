@@ -13,7 +13,7 @@ from tests.drills.stage import Stage
 from tests.drills.test_death import Cast
 from tests.support import Daemon, wait_for
 
-STORES = rounds(10_000, 100_000)
+STORES = rounds(10_000, 30_000)
 BATCH = 50
 AT_ONCE_S = 0.05
 # In a segment of one megabyte.

@@ -160,7 +160,7 @@ class TestNoise:
             )
             good = requests(ids)
             codes: dict[str, int] = {}
-            record.rounds = rounds(1_700, 35_000)
+            record.rounds = rounds(1_700, 15_000)
             for _ in range(record.rounds):
                 method = record.random.choice(list(good))
                 code = _call_raw(channel, "Cache", method, mutated(record.random, good[method]))
@@ -196,7 +196,7 @@ class TestNoise:
                 f"unix:{daemon.admin_socket}", [("grpc.use_local_subchannel_pool", 1)]
             ) as channel,
         ):
-            record.rounds = rounds(1_000, 20_000)
+            record.rounds = rounds(1_000, 10_000)
             for _ in range(record.rounds):
                 if record.random.random() < 0.3:
                     method = record.random.choice(list(changing))

@@ -245,7 +245,7 @@ class TestStarts:
         if not MemoryCgroup.may_be_made():
             return
         with MemoryCgroup(128 * MIB) as cgroup, Record("10 unseen limit") as record:
-            for _ in range(rounds(1, 20)):
+            for _ in range(rounds(1, 12)):
                 options = ["--cgroup-root", str(tmp_path)]
                 with Daemon("192MiB", options, prefix=cgroup.prefix, wait=False) as daemon:
                     assert daemon.wait_end(20.0) == ExitCode.MEMORY, daemon.log
@@ -306,7 +306,7 @@ class TestHalfWay:
     def test_a_helper_that_is_killed(self, tmp_path: Path) -> None:
         """Room is there, then taken away when a part is populated; then the helper is killed."""
         with Record("10 helper killed") as record:
-            for number in range(rounds(2, 40)):
+            for number in range(rounds(2, 24)):
                 host = cgroup_v2(tmp_path / str(number), limit=1024 * MIB, current=1024 * MIB)
                 options = ["--cgroup-root", str(host), "--segment-size", "4MiB", "--memory-wait", "60"]
                 with Daemon("768MiB", options, wait=False) as daemon:
@@ -390,7 +390,7 @@ class TestRestart:
             return
         options = ["--segment-size", "8MiB", "--memory-wait", "20" if patient else "0.5"]
         with MemoryCgroup(224 * MIB) as cgroup, Record(f"10 restart, {patient=}") as record:
-            for _ in range(rounds(1, 20)):
+            for _ in range(rounds(1, 12)):
                 with Daemon("128MiB", ["--segment-size", "128MiB"], prefix=cgroup.prefix) as first:
                     old = attached(stage, first)
                     old.stop()

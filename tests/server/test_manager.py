@@ -2,6 +2,7 @@
 
 import gc
 import time
+import weakref
 
 import pytest
 
@@ -10,7 +11,7 @@ from kvhost_server.checks import ChunkRequest
 from kvhost_server.errors import Code, Refused
 from kvhost_server.ids import MappingId, PinId, SegmentId, SessionNumber, StoreId
 from kvhost_server.lending import SegmentState
-from kvhost_server.namespace import Semantics
+from kvhost_server.namespace import Namespace, Semantics
 from kvhost_server.notices import Ended, Mapped, Recall, Resync
 from kvhost_server.reading import Found
 from kvhost_server.slots import SlotState
@@ -780,6 +781,30 @@ def test_namespaces_that_are_empty_and_unused_are_forgotten(world: World) -> Non
         assert engine.store(chain("a", 2)) == 2
     assert len(world.books.namespaces) <= 6
     world.check()
+
+
+def test_a_forgotten_namespace_is_freed_without_a_collection(world: World) -> None:
+    """The daemon leaves what lives out of collections when a namespace comes: a circle would stay for ever."""
+    engine = world.engine()
+    parts = [weakref.ref(part) for part in namespace_parts(engine.session.namespace)]
+    engine.store(chain("a", 2))
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(20):
+            world.manager.reset_session(engine.session, "")
+            world.settle()
+            engine.store(chain("a", 2))
+        assert [part() for part in parts] == [None] * len(parts)
+    finally:
+        gc.enable()
+    world.check()
+
+
+def namespace_parts(namespace: Namespace | None) -> list[object]:
+    """A namespace, and what it has that is large."""
+    assert namespace is not None
+    return [namespace, namespace.table, namespace.table.policy]
 
 
 def test_two_resets_in_a_row_and_a_shared_weights_version(world: World) -> None:

@@ -11,7 +11,7 @@ from kvhost_client.handover import fetch_ticket
 from kvhost_client.types import Chunk, StoreOf
 from kvhost_proto.v1 import cache_pb2, cache_pb2_grpc, common_pb2
 from tests.client.engine import KEY_BYTES, Engine, key, keys, spec
-from tests.support import Daemon, pat, wait_for
+from tests.support import Daemon, memory_kib, pat, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -188,3 +188,17 @@ def test_another_major_version_is_told_both(daemon: Daemon) -> None:
         next(iter(stub.OpenSession(cache_pb2.OpenSessionRequest(version=version), timeout=5)))
     assert "speaks protocol 9.0" in caught.value.details()
     assert "speaks 1.1" in caught.value.details()
+
+
+def test_an_engine_that_resets_often_costs_no_memory() -> None:
+    """Every reset makes a namespace and leaves one behind."""
+    with Daemon("8MiB", ["--segment-size", "1MiB"]) as daemon, Engine(daemon.socket) as engine:
+
+        def reset(times: int) -> int:
+            for _ in range(times):
+                engine.session.reset("")
+                engine.store(keys("reset", 2))
+            return memory_kib(daemon.pid, "RssAnon")
+
+        before = reset(50)
+        assert reset(150) - before < 3 * 1024
