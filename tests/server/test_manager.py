@@ -784,7 +784,7 @@ def test_namespaces_that_are_empty_and_unused_are_forgotten(world: World) -> Non
 
 
 def test_a_forgotten_namespace_is_freed_without_a_collection(world: World) -> None:
-    """The daemon leaves what lives out of collections when a namespace comes: a circle would stay for ever."""
+    """What lives is left out of collections when a namespace comes: a circle would stay for ever."""
     engine = world.engine()
     parts = [weakref.ref(part) for part in namespace_parts(engine.session.namespace)]
     engine.store(chain("a", 2))
