@@ -128,10 +128,15 @@ class Transferring:
         )
 
     def _wanted(self, view: RequestView, keys: Collection[OffloadKey], context: ReqContext) -> list[Offered]:
-        """The chunks that are worth a slot: nobody has or writes them, and a lookup could reach them."""
+        """The chunks that are worth a slot: nobody has or writes them, and a lookup could reach them.
+
+        It could not where something before the first of them was removed. What was removed and is offered here
+        is stored again with what builds on it.
+        """
         self._beliefs.mark_cuts(view)
         storing, stored, end_of = self._table.storing, self._beliefs.stored, context.get_offload_key_position
         plain = not view.adapter
+        firsts: dict[int, int] = {}
         wanted = []
         for key in keys:
             wire = key if plain else view.wire(key)
@@ -139,7 +144,7 @@ class Transferring:
                 continue
             end = end_of(key) or 0
             position, index = view.place(key, end)
-            if not view.is_cut_off(position, index):
+            if not view.is_cut_off(position, firsts.setdefault(position, index)):
                 wanted.append(Offered(key, end, position, index))
         return wanted
 

@@ -180,3 +180,25 @@ def test_corrupted_bytes_are_seen_by_these_tests(engine: Make, daemon: Daemon, p
     reader.ask(asked, 1)
     assert reader.wrong
     reader.wrong.clear()
+
+
+def test_a_prompt_that_was_evicted_is_stored_whole_again(engine: Make) -> None:
+    """Every block of it was removed: none of them keeps the next from being stored."""
+    with Daemon("2MiB", ("--segment-size", "512KiB")) as small:
+        sim = engine(Shape(blocks=128, max_batched_tokens=2048), socket=small.socket)
+        asked = prompt(640)
+        sim.ask(asked)
+        for number in range(1, 41):
+            sim.ask(prompt(960, seed=number))
+        wait_for(lambda: small.status().counters["evicted_chunks"] > 1000)
+        device_forgets(sim)
+        assert sim.ask(asked).cached_tokens < 320
+        device_forgets(sim)
+        outcome = sim.ask([*asked, 7])
+        assert outcome.cached_tokens == 640
+        assert outcome.tokens == answer([*asked, 7], 1)
+
+
+def device_forgets(sim: Sim) -> None:
+    sim.settle()
+    assert sim.scheduler.reset_prefix_cache(False, False)

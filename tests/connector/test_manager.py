@@ -521,7 +521,7 @@ def test_what_is_stored_or_being_stored_is_not_stored_again(scene: Scene) -> Non
     assert scene.store(context, KEYS[:3])[0] == []
 
 
-def test_a_chunk_that_was_removed_is_stored_again_but_not_what_builds_on_it(scene: Scene) -> None:
+def test_what_builds_on_a_removed_chunk_is_stored_with_it_or_after_it_only(scene: Scene) -> None:
     scene.up()
     scene.stock()
     _, context = scene.request()
@@ -531,8 +531,22 @@ def test_a_chunk_that_was_removed_is_stored_again_but_not_what_builds_on_it(scen
     wait_for(lambda: scene.board.idle)
     scene.board.notice(removed([KEYS[2]]))
     assert scene.store(context, KEYS[3:5])[0] == []
-    assert scene.store(context, KEYS[2:5])[0] == [KEYS[2]]
-    assert scene.store(context, KEYS[3:5])[0] == KEYS[3:5]
+    assert scene.store(context, KEYS[2:4])[0] == KEYS[2:4]
+    assert scene.store(context, KEYS[4:5])[0] == KEYS[4:5]
+
+
+def test_a_prompt_that_was_evicted_is_stored_whole_again(scene: Scene) -> None:
+    scene.up()
+    scene.stock()
+    _, context = scene.request()
+    _, spec = scene.store(context, KEYS[:6])
+    scene.report(spec, True)
+    wait_for(lambda: len(scene.session.stored) == 6 and scene.board.idle)
+    scene.board.notice(removed(KEYS[:6]))
+    scene.stock()
+    _, context = scene.request("s")
+    assert scene.store(context, KEYS[:4])[0] == KEYS[:4]
+    assert scene.store(context, KEYS[4:6])[0] == KEYS[4:6]
 
 
 def test_fewer_grants_than_chunks_store_a_prefix_and_owe_the_rest(scene: Scene) -> None:
