@@ -130,8 +130,8 @@ class Transferring:
     def _wanted(self, view: RequestView, keys: Collection[OffloadKey], context: ReqContext) -> list[Offered]:
         """The chunks that are worth a slot: nobody has or writes them, and a lookup could reach them.
 
-        It could not where something before the first of them was removed. What was removed and is offered here
-        is stored again with what builds on it.
+        It could not where something before the first of them was removed. What was removed and is offered
+        here is stored again with what builds on it.
         """
         self._beliefs.mark_cuts(view)
         storing, stored, end_of = self._table.storing, self._beliefs.stored, context.get_offload_key_position
