@@ -22,7 +22,7 @@ from kvhost_client.types import (
     ServiceState,
     StoreOf,
 )
-from kvhost_connector.holds import Authority
+from kvhost_connector.holds import NOBODY, Authority, Owner
 from kvhost_connector.orders import Answered, Changes, Counters, News, NewsKind, Round, Ticket, TicketState
 from kvhost_connector.session import Session
 from kvhost_connector.supply import Supply
@@ -68,7 +68,7 @@ class Board:
         self._rebase: str | None = None
         self._declare = False
         self._flush = False
-        self._changes = Changes(0)
+        self._changes = Changes(NOBODY)
         self._lookups: list[Ticket] = []
         self._pins: list[Ticket] = []
         self.stock = Supply(stock_target, clock)
@@ -233,7 +233,7 @@ class Board:
             self._state = session.state
             self.room = declared.slots
             self._rebase = rebase
-            self._changes = Changes(session.number)
+            self._changes = Changes(_owner(session))
             self._silent = False
             self._fail_tickets()
             self._renew(session if rebase is None else None)
@@ -256,7 +256,7 @@ class Board:
             self._state = ServiceState.UNSPECIFIED
             self._fail_tickets()
             self._renew(None)
-            self._changes = Changes(0)
+            self._changes = Changes(NOBODY)
             self._flush = False
         if known:
             logger.warning("kvhost: session ended: %s; the engine computes without the cache meanwhile", why)
@@ -328,7 +328,7 @@ class Board:
                 # Too late, or for other weights: what it holds goes back (I8).
                 if ticket.state is TicketState.WAITING:
                     ticket.state = TicketState.FAILED
-                if pins and session.number == self._changes.session:
+                if pins and _owner(session) == self._changes.owner:
                     self._changes.releases.extend(pin.pin_id for pin in pins.values())
                     self._flush = True
                     self.counters.add("late_pins_given_back", len(pins))
@@ -336,7 +336,7 @@ class Board:
     def granted(self, work: Round, grants: Sequence[Grant], *, pending: bool) -> None:
         """Slots to write into; fewer than asked for with `pending` means that more are on their way."""
         with self._wake:
-            if not self.stock.put(work.serial, grants) and work.session.number == self._changes.session:
+            if not self.stock.put(work.serial, grants) and _owner(work.session) == self._changes.owner:
                 self._changes.aborts.extend(Abort(grant.store_id) for grant in grants)
                 self._flush = True
                 self.counters.add("grants_given_back", len(grants))
@@ -363,7 +363,7 @@ class Board:
     def unsent(self, work: Round) -> None:
         """The changes of this round never left: they go with the next."""
         with self._wake:
-            if work.session.number == self._changes.session:
+            if _owner(work.session) == self._changes.owner:
                 self._changes = work.changes.followed_by(self._changes)
                 self._flush = True
 
@@ -390,7 +390,7 @@ class Board:
 
     def _changes_of(self, authority: Authority) -> Changes:
         """Where changes under this authority go: nowhere when its session is over."""
-        return self._changes if authority.session == self._changes.session else Changes(0)
+        return self._changes if authority.owner == self._changes.owner else Changes(NOBODY)
 
     def _renew(self, session: Session | None) -> None:
         """Another authority, or none: nothing is known to be stored, and grants of the old one go back."""
@@ -428,7 +428,7 @@ class Board:
         if self._silent:
             if self._clock() < self._probe_after or self._closing:
                 return None
-            return Round(self._session, self._serial, Changes(0), False, None, [], [], 0, probe=True)
+            return Round(self._session, self._serial, Changes(NOBODY), False, None, [], [], 0, probe=True)
         self._give_grants_back()
         reserve = self._missing()
         send = self._changes and (self._flush or self._closing)
@@ -445,7 +445,7 @@ class Board:
             self._pins,
             reserve,
         )
-        self._changes = Changes(self._changes.session)
+        self._changes = Changes(self._changes.owner)
         self._declare, self._rebase, self._flush = False, None, False
         self._lookups, self._pins = [], []
         return work
@@ -456,3 +456,7 @@ class Board:
             self._changes.aborts.extend(Abort(grant.store_id) for grant in grants)
             self._flush = True
             self.counters.add("grants_given_back", len(grants))
+
+
+def _owner(session: Session) -> Owner:
+    return Owner(session.boot_id, session.number)

@@ -14,6 +14,17 @@ from kvhost_connector.metadata import Epoch, TransferId
 from kvhost_connector.tracing import spans
 
 
+class Owner(NamedTuple):
+    """The session that holds something. Every daemon counts its sessions from 1: the number alone could name
+    one of another daemon (I6)."""
+
+    boot_id: int
+    session: int
+
+
+NOBODY = Owner(0, 0)
+
+
 class Authority(NamedTuple):
     """Under which session something was granted or pinned. With another one it is worth nothing (I6).
 
@@ -25,6 +36,10 @@ class Authority(NamedTuple):
     session: int
     boot_id: int
     generation: int
+
+    @property
+    def owner(self) -> Owner:
+        return Owner(self.boot_id, self.session)
 
 
 class PinnedSlot(NamedTuple):

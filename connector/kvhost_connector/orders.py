@@ -8,7 +8,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from kvhost_client.types import Abort, ChainQuery, StoreOf
-from kvhost_connector.holds import Authority, PinnedSlot
+from kvhost_connector.holds import Authority, Owner, PinnedSlot
 from kvhost_connector.session import Session
 
 
@@ -63,9 +63,9 @@ class News(NamedTuple):
 
 @dataclass
 class Changes:
-    """What the engine's steps changed, of one session."""
+    """What the engine's steps changed, of what one session holds."""
 
-    session: int
+    owner: Owner
     assigns: list[StoreOf] = field(default_factory=list)
     commits: list[StoreOf] = field(default_factory=list)
     aborts: list[Abort] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Changes:
     def followed_by(self, later: Changes) -> Changes:
         """Both as one, in order."""
         return Changes(
-            self.session,
+            self.owner,
             self.assigns + later.assigns,
             self.commits + later.commits,
             self.aborts + later.aborts,

@@ -354,6 +354,22 @@ def test_what_is_held_for_a_request_that_ended_goes_back(roomy: Scene, when: str
     wait_for(lambda: roomy.board.idle and not roomy.session.pins)
 
 
+def test_what_was_held_in_another_daemon_is_not_released_in_this_one(roomy: Scene) -> None:
+    """Every daemon counts its sessions from 1, and its pins by itself."""
+    put(roomy.session, KEYS)
+    view, _ = roomy.request()
+    wait_for(lambda: not roomy.manager.still_waits(view))
+    assert not roomy.manager.must_wait(view, 0)
+    assert view.phase is Phase.PINNED
+    roomy.board.down("killed")
+    following = FakeSession(number=roomy.session.number, boot_id=roomy.session.boot_id + 1)
+    following.pins = dict.fromkeys(roomy.session.pins, b"somebody's")
+    roomy.up(following)
+    roomy.manager.forget("r")
+    roomy.stock()
+    assert len(following.pins) == len(KEYS)
+
+
 def test_chunks_evicted_between_lookup_and_hold_shorten_the_hit(roomy: Scene) -> None:
     put(roomy.session, KEYS)
     lookup = roomy.session.lookup
