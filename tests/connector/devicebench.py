@@ -32,8 +32,16 @@ FILL = 0xEE
 class Pool:
     """Mapped segments of a few slots, of one boot. In the place of a link as well."""
 
-    def __init__(self, segments: int = 2, slots: int = 8, shards: int = 1, boot_id: int = BOOT) -> None:
+    def __init__(
+        self,
+        segments: int = 2,
+        slots: int = 8,
+        shards: int = 1,
+        boot_id: int = BOOT,
+        slot_bytes: int = SLOT_BYTES,
+    ) -> None:
         self.slots = slots
+        self.slot_bytes = slot_bytes
         self.mapping: Any = WorkerMapping(boot_id, lambda: None)
         self.segments: list[Segment] = []
         self.shards = shards
@@ -41,11 +49,11 @@ class Pool:
             self.grow()
 
     def grow(self) -> Segment:
-        size = SLOT_BYTES * self.shards
+        size = self.slot_bytes * self.shards
         nbytes = self.slots * size
         file = sealed_file(nbytes)
         message = handover_pb2.Segment(id=len(self.segments) + 1, bytes=nbytes, slots=self.slots)
-        segment = self.mapping.map(message, file, Geometry(size, SLOT_BYTES, self.shards), 1)
+        segment = self.mapping.map(message, file, Geometry(size, self.slot_bytes, self.shards), 1)
         os.close(file)
         bytes_at(segment.region.address, nbytes)[:] = FILL
         self.segments.append(segment)

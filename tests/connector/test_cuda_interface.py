@@ -119,15 +119,16 @@ def test_vllm_registers_nothing_of_ours_and_its_verdict_is_not_ours(monkeypatch:
         assert window.pinned_addresses == []
 
 
-def test_a_row_is_where_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own arithmetic makes the address of a row that was the address before."""
-    window = Window([(0, 64), (64, 32)], pinned=False)
-    views = [window.create_next_worker_view(64), window.create_next_worker_view(32)]
+@pytest.mark.parametrize("size", [64, (64 << 10) + 64, 1 << 20, 8 << 20, 1 << 30])
+def test_a_row_is_where_it_says(size: int) -> None:
+    """vLLM's own arithmetic makes the address of a row that was the address before, in pages of any size."""
+    window = Window([(0, size), (size, 32)], pinned=False)
+    views = [window.create_next_worker_view(size), window.create_next_worker_view(32)]
     addresses = (0x7F12_3456_7000, 0x5555_0000_1001, 4096)
     plan = CopyPlan((1, 2, 3), addresses, (3,), (), 0)
     rows = rows_at(plan)
     assert rows.block_ids.dtype == np.int64
-    for view, offset in zip(views, (0, 64), strict=True):
+    for view, offset in zip(views, (0, size), strict=True):
         found = np.empty(3, dtype=np.uint64)
         compute_sub_block_ptrs(rows.block_ids, 1, found, view)
         assert [int(address) for address in found] == [address + offset for address in addresses]

@@ -92,6 +92,18 @@ def test_a_block_of_all_layers_is_one_piece_where_they_lie_side_by_side(benches:
     assert len(pages_of(layered(5)).groups[0].fragments) == 5
 
 
+def test_large_pages_are_copied(benches: Benches) -> None:
+    """Above 64 KiB: of many heads, or of all layers of a block side by side."""
+    bench = benches(layered(2, page=(64 << 10) + 64), pool=Pool(slot_bytes=1 << 18))
+    images = [bench.cache.image(0, block) for block in (3, 5)]
+    bench.store(1, [3, 5], 0, 1)
+    bench.settle(1)
+    bench.load(2, [6, 7], 0, 1)
+    bench.settle(2)
+    assert bench.failed == set()
+    assert [bench.cache.image(0, block) for block in (6, 7)] == images
+
+
 def test_layers_of_different_allocations_are_never_joined() -> None:
     backing = torch.zeros(4096, dtype=torch.int8)
     first = torch.as_strided(backing, (4, 32), (64, 1), 0)

@@ -8,9 +8,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from kvhost_connector import matching
 from tests.connector.plane import plane
 
 
@@ -180,39 +182,53 @@ def abort_in(engine: Any, arguments: list[Any]) -> dict[str, Any]:
     seen: set[str] = set()
     hit = 0
     held = {"loading": "load", "storing": "store"}.get(state)
-    for number in range(rounds):
-        _run_out(engine, deadline_s)
-        _core(engine).scheduler.reset_prefix_cache()
-        if held:
-            plane.entered.clear()
-            plane.hold(held)  # type: ignore[arg-type]
-        others = []
-        if filler:
-            others = [_add(engine, f"filler-{state}-{number}", filler)]
-            _step_until(engine, lambda other=others[0]: state_of(engine, other) == "decode", deadline_s)
-        tokens = asked
-        if state in ("prefill", "storing") or (number % 2 and state in ("decode", "waiting asked")):
-            # A head of its own: something to compute and to store, where the others have something to load.
-            tokens = [3 + (len(state) * 100 + number) % 1000, *asked]
-        name = _add(engine, f"aborted-{state}-{number}", tokens)
+    # As for a request in a long queue: one whose hits are held with the first answer never waits for pins.
+    with _held_at_once(state != "waiting pinning"):
+        for number in range(rounds):
+            _run_out(engine, deadline_s)
+            _core(engine).scheduler.reset_prefix_cache()
+            if held:
+                plane.entered.clear()
+                plane.hold(held)  # type: ignore[arg-type]
+            others = []
+            if filler:
+                others = [_add(engine, f"filler-{state}-{number}", filler)]
+                _step_until(engine, lambda other=others[0]: state_of(engine, other) == "decode", deadline_s)
+            tokens = asked
+            if state in ("prefill", "storing") or (number % 2 and state in ("decode", "waiting asked")):
+                # A head of its own: something to compute and to store, where others have something to load.
+                tokens = [3 + (len(state) * 100 + number) % 1000, *asked]
+            name = _add(engine, f"aborted-{state}-{number}", tokens)
 
-        def there(name: str = name) -> bool:
-            now = state_of(engine, name)
-            seen.add(now)
-            if state == "storing":
-                return now == "decode" and plane.entered["store"] > 0
-            return now == state
+            def there(name: str = name) -> bool:
+                now = state_of(engine, name)
+                seen.add(now)
+                if state == "storing":
+                    return now == "decode" and plane.entered["store"] > 0
+                return now == state
 
-        hit += _step_until(
-            engine, there, deadline_s, give_up=lambda name=name: state_of(engine, name) == "gone"
-        )
-        engine.abort_request([name, *others], internal=True)
-        if number % 3 == 0:
-            # A step while the copy still runs: the abort reaches the workers first.
-            _step(engine)
-        plane.go()
+            hit += _step_until(
+                engine, there, deadline_s, give_up=lambda name=name: state_of(engine, name) == "gone"
+            )
+            engine.abort_request([name, *others], internal=True)
+            if number % 3 == 0:
+                # A step while the copy still runs: the abort reaches the workers first.
+                _step(engine)
+            plane.go()
     _run_out(engine, deadline_s)
     return {"hit": hit, "seen": sorted(seen)}
+
+
+@contextmanager
+def _held_at_once(allowed: bool) -> Iterator[None]:
+    """Whether hits may be held with a request's first answer."""
+    part = matching.HELD_PART
+    if not allowed:
+        matching.HELD_PART = 1 << 60
+    try:
+        yield
+    finally:
+        matching.HELD_PART = part
 
 
 def _add(engine: Any, name: str, tokens: list[int]) -> str:

@@ -87,15 +87,18 @@ class Window:
         """vLLM's verdict on the 0 bytes that it found to register."""
 
     def create_next_worker_view(self, tensor_page_size: int) -> Any:
-        """An int8 tensor of shape (rows, `tensor_page_size`) with strides (1, 1): row `n` begins `n` bytes,
-        and the fragment's offset, behind the window's first byte."""
+        """An int8 tensor of shape (1, `tensor_page_size`) with strides (1, 1): row `n` begins `n` bytes, and
+        the fragment's offset, behind the window's first byte.
+
+        One row, though there are as many as addresses: vLLM makes pointers of the first byte and the stride
+        alone, and torch refuses shapes whose product, rows times bytes, is more than 2^63.
+        """
         offset, size = self._views.pop(0)
         if size != tensor_page_size:
             raise ValueError(
                 f"vLLM's worker asks for a view of {tensor_page_size} bytes a block where {size} are due"
             )
-        rows = self._base.numel() - offset - size + 1
-        return torch.as_strided(self._base, (rows, size), (1, 1), storage_offset=offset)
+        return torch.as_strided(self._base, (1, size), (1, 1), storage_offset=offset)
 
     def create_next_canonical_view(self, tensor_page_size: int) -> Any:
         raise NotImplementedError("kvhost's slots hold no canonical pages: canonical_layout is refused")
