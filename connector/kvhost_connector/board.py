@@ -144,7 +144,7 @@ class Board:
             authority = self.authority
             if authority is None or self.silent or self._closing:
                 return None
-            ticket = Ticket(tuple(chains), pin, authority.serial, self._clock(), hold, request=request)
+            ticket = Ticket(tuple(chains), pin, authority.serial, self._clock(), hold=hold, request=request)
             (self._pins if pin else self._lookups).append(ticket)
             self.stock.engine_active()
             self._wake.notify_all()

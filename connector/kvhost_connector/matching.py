@@ -6,7 +6,7 @@ What a request was told to be loadable is pinned already. Nobody waits longer th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
@@ -211,24 +211,15 @@ class Matching:
         if not ticket.pins:
             self._held.pop(view.req_id, None)
             return
-        view.phase = Phase.PINNED
-        view.authority = ticket.authority
-        view.asks = 0
         view.computed = None
-        own = (key for chain in view.chains for key in chain)
-        view.pins = {key: ticket.pins[wire] for key in own if (wire := view.wire(key)) in ticket.pins}
+        _pinned(view, ticket, (key for chain in view.chains for key in chain))
 
     def _take_pins(self, view: RequestView, ticket: Ticket) -> None:
-        view.phase = Phase.PINNED
-        view.authority = ticket.authority
-        view.asks = 0
-        view.pins = {}
+        _pinned(view, ticket, view.hits)
         for key in view.hits:
-            wire = view.wire(key)
-            if wire in ticket.pins:
-                view.pins[key] = ticket.pins[wire]
-            else:
+            if key not in view.pins:
                 view.found.discard(key)
+                wire = view.wire(key)
                 if ticket.found.get(wire) != Found.BOUND:
                     self._beliefs.missed(wire)
 
@@ -242,6 +233,14 @@ class Matching:
             for group, keys in zip(view.groups, view.chains, strict=True)
             if group.prefix and computed >= group.tokens_per_chunk
         )
+
+
+def _pinned(view: RequestView, ticket: Ticket, keys: Iterable[bytes]) -> None:
+    """Moves a request to PINNED, with what the ticket holds of these keys."""
+    view.phase = Phase.PINNED
+    view.authority = ticket.authority
+    view.asks = 0
+    view.pins = {key: ticket.pins[wire] for key in keys if (wire := view.wire(key)) in ticket.pins}
 
 
 def _covers(view: RequestView, context: ReqContext, key: bytes, start: int, end: int) -> bool:

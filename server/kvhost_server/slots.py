@@ -73,12 +73,12 @@ class ChunkTable:
         self._orphans_of: dict[ChunkKey, set[SlotIndex]] = {}
         self._missing_parent: dict[SlotIndex, ChunkKey] = {}
 
-    # Segments come and go as rows.
-
     def close(self) -> None:
         """Nothing is asked of this table any more. Without its circles it is freed at once: what was left out
         of collections is never found by one."""
         del self.policy, self._on_removed
+
+    # Segments come and go as rows.
 
     def add_row(self, segment: SegmentId) -> int:
         """Makes the slots of a segment part of the namespace; returns the row."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -106,6 +106,15 @@ class Scene:
         assert output is not None
         assert output.evicted_keys == []
         return output.keys_to_store, output.store_spec
+
+    def stored(self, keys: Sequence[OffloadKey]) -> ReqContext:
+        """A request whose first chunks are these, which the daemon has now."""
+        _, context = self.request()
+        _, spec = self.store(context, keys)
+        self.report(spec, True)
+        wait_for(lambda: len(self.session.stored) == len(keys))
+        wait_for(lambda: self.board.idle)
+        return context
 
     def report(self, spec: SlotSpec, *oks: bool) -> None:
         self.manager.reported(TransferReport(spec.transfer_id, rank, ok) for rank, ok in enumerate(oks))
@@ -288,6 +297,18 @@ def roomy(scene: Scene) -> Scene:
     return scene
 
 
+def before_pins(session: FakeSession, act: Callable[[], object]) -> None:
+    """Does something between a lookup and the pin that follows it."""
+    lookup = session.lookup
+
+    def acting(queries: Any, pin: bool = False, deadline_s: float | None = None) -> Any:
+        if pin:
+            act()
+        return lookup(queries, pin, deadline_s)
+
+    session.lookup = acting  # type: ignore[method-assign]
+
+
 def test_hits_are_held_with_the_first_answer(roomy: Scene) -> None:
     put(roomy.session, KEYS[:5])
     view, context = roomy.request()
@@ -372,14 +393,7 @@ def test_what_was_held_in_another_daemon_is_not_released_in_this_one(roomy: Scen
 
 def test_chunks_evicted_between_lookup_and_hold_shorten_the_hit(roomy: Scene) -> None:
     put(roomy.session, KEYS)
-    lookup = roomy.session.lookup
-
-    def evicting(queries: Any, pin: bool = False, deadline_s: float | None = None) -> Any:
-        if pin:
-            roomy.session.stored.pop(KEYS[3], None)
-        return lookup(queries, pin, deadline_s)
-
-    roomy.session.lookup = evicting  # type: ignore[method-assign]
+    before_pins(roomy.session, lambda: roomy.session.stored.pop(KEYS[3], None))
     view, context = roomy.request()
     wait_for(lambda: not roomy.manager.still_waits(view))
     assert roomy.match(view, context) == 48
@@ -404,14 +418,11 @@ def test_windows_are_not_held_before_native_was_asked(roomy: Scene) -> None:
 
 def test_a_hold_that_fails_is_a_miss(roomy: Scene) -> None:
     put(roomy.session, KEYS)
-    lookup = roomy.session.lookup
 
-    def failing(queries: Any, pin: bool = False, deadline_s: float | None = None) -> Any:
-        if pin:
-            raise Unavailable("gone")
-        return lookup(queries, pin, deadline_s)
+    def gone() -> None:
+        raise Unavailable("gone")
 
-    roomy.session.lookup = failing  # type: ignore[method-assign]
+    before_pins(roomy.session, gone)
     view, context = roomy.request()
     assert roomy.matched(view, context) == 0
 
@@ -540,11 +551,7 @@ def test_what_is_stored_or_being_stored_is_not_stored_again(scene: Scene) -> Non
 def test_what_builds_on_a_removed_chunk_is_stored_with_it_or_after_it_only(scene: Scene) -> None:
     scene.up()
     scene.stock()
-    _, context = scene.request()
-    _, spec = scene.store(context, KEYS[:3])
-    scene.report(spec, True)
-    wait_for(lambda: len(scene.session.stored) == 3)
-    wait_for(lambda: scene.board.idle)
+    context = scene.stored(KEYS[:3])
     scene.board.notice(removed([KEYS[2]]))
     assert scene.store(context, KEYS[3:5])[0] == []
     assert scene.store(context, KEYS[2:4])[0] == KEYS[2:4]
@@ -554,10 +561,7 @@ def test_what_builds_on_a_removed_chunk_is_stored_with_it_or_after_it_only(scene
 def test_a_prompt_that_was_evicted_is_stored_whole_again(scene: Scene) -> None:
     scene.up()
     scene.stock()
-    _, context = scene.request()
-    _, spec = scene.store(context, KEYS[:6])
-    scene.report(spec, True)
-    wait_for(lambda: len(scene.session.stored) == 6 and scene.board.idle)
+    scene.stored(KEYS[:6])
     scene.board.notice(removed(KEYS[:6]))
     scene.stock()
     _, context = scene.request("s")

@@ -178,43 +178,47 @@ def abort_in(engine: Any, arguments: list[Any]) -> dict[str, Any]:
     `filler` (or None) is asked for before and decodes beside it, so that blocks are short. Returns in how
     many rounds the state was seen, and all states that were.
     """
+    # As for a request in a long queue: one whose hits are held with the first answer never waits for pins.
+    with _held_at_once(arguments[0] != "waiting pinning"):
+        return _abort_in(engine, arguments)
+
+
+def _abort_in(engine: Any, arguments: list[Any]) -> dict[str, Any]:
     state, rounds, asked, filler, deadline_s = arguments
     seen: set[str] = set()
     hit = 0
     held = {"loading": "load", "storing": "store"}.get(state)
-    # As for a request in a long queue: one whose hits are held with the first answer never waits for pins.
-    with _held_at_once(state != "waiting pinning"):
-        for number in range(rounds):
-            _run_out(engine, deadline_s)
-            _core(engine).scheduler.reset_prefix_cache()
-            if held:
-                plane.entered.clear()
-                plane.hold(held)  # type: ignore[arg-type]
-            others = []
-            if filler:
-                others = [_add(engine, f"filler-{state}-{number}", filler)]
-                _step_until(engine, lambda other=others[0]: state_of(engine, other) == "decode", deadline_s)
-            tokens = asked
-            if state in ("prefill", "storing") or (number % 2 and state in ("decode", "waiting asked")):
-                # A head of its own: something to compute and to store, where others have something to load.
-                tokens = [3 + (len(state) * 100 + number) % 1000, *asked]
-            name = _add(engine, f"aborted-{state}-{number}", tokens)
+    for number in range(rounds):
+        _run_out(engine, deadline_s)
+        _core(engine).scheduler.reset_prefix_cache()
+        if held:
+            plane.entered.clear()
+            plane.hold(held)  # type: ignore[arg-type]
+        others = []
+        if filler:
+            others = [_add(engine, f"filler-{state}-{number}", filler)]
+            _step_until(engine, lambda other=others[0]: state_of(engine, other) == "decode", deadline_s)
+        tokens = asked
+        if state in ("prefill", "storing") or (number % 2 and state in ("decode", "waiting asked")):
+            # A head of its own: something to compute and to store, where others have something to load.
+            tokens = [3 + (len(state) * 100 + number) % 1000, *asked]
+        name = _add(engine, f"aborted-{state}-{number}", tokens)
 
-            def there(name: str = name) -> bool:
-                now = state_of(engine, name)
-                seen.add(now)
-                if state == "storing":
-                    return now == "decode" and plane.entered["store"] > 0
-                return now == state
+        def there(name: str = name) -> bool:
+            now = state_of(engine, name)
+            seen.add(now)
+            if state == "storing":
+                return now == "decode" and plane.entered["store"] > 0
+            return now == state
 
-            hit += _step_until(
-                engine, there, deadline_s, give_up=lambda name=name: state_of(engine, name) == "gone"
-            )
-            engine.abort_request([name, *others], internal=True)
-            if number % 3 == 0:
-                # A step while the copy still runs: the abort reaches the workers first.
-                _step(engine)
-            plane.go()
+        hit += _step_until(
+            engine, there, deadline_s, give_up=lambda name=name: state_of(engine, name) == "gone"
+        )
+        engine.abort_request([name, *others], internal=True)
+        if number % 3 == 0:
+            # A step while the copy still runs: the abort reaches the workers first.
+            _step(engine)
+        plane.go()
     _run_out(engine, deadline_s)
     return {"hit": hit, "seen": sorted(seen)}
 
