@@ -32,7 +32,9 @@ def without_device_cache() -> dict[str, Any]:
 
 
 def attached(sim: Sim) -> None:
-    wait_for(lambda: sim.connector.scheduling.board.usable, what="the engine to be attached")
+    """What is asked now can be found, and what is computed stored: a reset gives all grants back."""
+    board = sim.connector.scheduling.board
+    wait_for(lambda: board.usable and len(board.stock), what="the engine to be attached, with grants")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -8,12 +8,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from kvhost_connector import matching
 from tests.connector.plane import plane
+
+_HELD_PART = matching.HELD_PART
 
 
 def _core(engine: Any) -> Any:
@@ -101,23 +102,27 @@ def trouble(engine: Any, arguments: list[Any]) -> None:
 def stop_daemon_at(engine: Any, arguments: list[Any]) -> None:
     """[point, pid]: SIGSTOP the next time the scheduler half does this, before it is done.
 
-    Points: "lookup" and "pin" (the question), "load" (slots of pinned chunks are handed to the copy),
-    "commit" (the store is reported written), "release" (the load is reported read).
+    Points: "lookup" and "pin" (the question), "hold" (what a lookup found is pinned before it is answered),
+    "load" (slots of pinned chunks are handed to the copy), "commit" (the store is reported written),
+    "release" (the load is reported read).
     """
     point, pid = arguments
     side = _scheduling(engine)
     owner, name, concerned = {
-        "lookup": (side.board, "ask", lambda named: not named.get("pin")),
-        "pin": (side.board, "ask", lambda named: named.get("pin")),
-        "load": (side.manager, "prepare_load", lambda named: True),
-        "commit": (side.board, "commit", lambda named: True),
-        "release": (side.board, "release", lambda named: True),
+        "lookup": (side.board, "ask", lambda named, *_: not named.get("pin")),
+        "pin": (side.board, "ask", lambda named, *_: named.get("pin")),
+        "hold": (side._agent, "_look_up", lambda named, _, asked: named["pin"] and asked),
+        "load": (side.manager, "prepare_load", lambda named, *_: True),
+        "commit": (side.board, "commit", lambda named, *_: True),
+        "release": (side.board, "release", lambda named, *_: True),
     }[point]
     method = getattr(type(owner), name).__get__(owner)
+    _hold_at_once(point != "pin")
 
     def stopping(*arguments: Any, **named: Any) -> Any:
-        if concerned(named):
+        if concerned(named, *arguments):
             delattr(owner, name)
+            _hold_at_once(True)
             os.kill(pid, signal.SIGSTOP)
         return method(*arguments, **named)
 
@@ -178,16 +183,11 @@ def abort_in(engine: Any, arguments: list[Any]) -> dict[str, Any]:
     `filler` (or None) is asked for before and decodes beside it, so that blocks are short. Returns in how
     many rounds the state was seen, and all states that were.
     """
-    # As for a request in a long queue: one whose hits are held with the first answer never waits for pins.
-    with _held_at_once(arguments[0] != "waiting pinning"):
-        return _abort_in(engine, arguments)
-
-
-def _abort_in(engine: Any, arguments: list[Any]) -> dict[str, Any]:
     state, rounds, asked, filler, deadline_s = arguments
     seen: set[str] = set()
     hit = 0
     held = {"loading": "load", "storing": "store"}.get(state)
+    _hold_at_once(state != "waiting pinning")
     for number in range(rounds):
         _run_out(engine, deadline_s)
         _core(engine).scheduler.reset_prefix_cache()
@@ -219,20 +219,15 @@ def _abort_in(engine: Any, arguments: list[Any]) -> dict[str, Any]:
             # A step while the copy still runs: the abort reaches the workers first.
             _step(engine)
         plane.go()
+    _hold_at_once(True)
     _run_out(engine, deadline_s)
     return {"hit": hit, "seen": sorted(seen)}
 
 
-@contextmanager
-def _held_at_once(allowed: bool) -> Iterator[None]:
-    """Whether hits may be held with a request's first answer."""
-    part = matching.HELD_PART
-    if not allowed:
-        matching.HELD_PART = 1 << 60
-    try:
-        yield
-    finally:
-        matching.HELD_PART = part
+def _hold_at_once(allowed: bool) -> None:
+    """Whether hits may be held with a request's first answer from now on. Not for one in a long queue, which
+    asks for its pins when its turn comes."""
+    matching.HELD_PART = _HELD_PART if allowed else 1 << 60
 
 
 def _add(engine: Any, name: str, tokens: list[int]) -> str:

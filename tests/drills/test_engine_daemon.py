@@ -208,13 +208,13 @@ def _stand_still(stage: Stage, point: str, frozen_s: float, record: Record) -> N
     daemon.check_integrity()
 
 
-POINTS = ["before", "lookup", "pin", "load", "copies", "commit", "release"]
+POINTS = ["before", "lookup", "pin", "hold", "load", "copies", "commit", "release"]
 
 
 @pytest.mark.parametrize("frozen_s", [scale(1, 2), scale(7, 30)], ids=["short", "longer than any call"])
 def test_a_daemon_that_stands_still_at_every_step(stage: Stage, frozen_s: float) -> None:
     # A call may take five seconds: what is on its way then is another matter than what comes late.
-    points = POINTS if frozen_s < 5 or LONG else ["pin", "commit"]
+    points = POINTS if frozen_s < 5 or LONG else ["pin", "hold", "commit"]
     facts: dict[str, object] = {"frozen_s": frozen_s}
     with Record("5 a real engine: frozen daemon", facts=facts) as record:
         for _ in range(rounds(1, 3) if frozen_s < 10 else 1):
