@@ -32,8 +32,10 @@ def without_device_cache() -> dict[str, Any]:
 
 
 def attached(sim: Sim) -> None:
-    """What is asked now can be found, and what is computed stored: a reset gives all grants back."""
+    """What is asked now can be found, and what is computed stored: a reset gives all grants back, and an
+    engine that does not work asks for none."""
     board = sim.connector.scheduling.board
+    sim.connector.scheduling.manager.flush()
     wait_for(lambda: board.usable and len(board.stock), what="the engine to be attached, with grants")
 
 
