@@ -16,6 +16,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from kvhost_connector.device.pinning import PAUSE_PART
 from kvhost_server.ids import ChunkKey, SegmentId
 from kvhost_server.reading import MAX_KEYS_PER_CALL
 from kvhost_server.sizing import default_segment_bytes
@@ -94,7 +95,8 @@ class Costs:
     copy_cpu_s: float = 0.15
     """An engine's processor time for a GiB copied by the processor."""
     register_s: float = 0.1
-    """cudaHostRegister of a GiB in 4 KiB pages, a tenth in huge ones. Assumed: not measured yet."""
+    """cudaHostRegister of a GiB in 4 KiB pages, a tenth in huge ones, without the pauses that the connector
+    makes. Assumed: not measured yet."""
     link_gb_s: float = 50.0
     """One rank's PCIe link, generation 5, 16 lanes. Assumed."""
     dram_gb_s: float = 400.0
@@ -231,7 +233,7 @@ def _daemon(host: Host, costs: Costs) -> Iterable[Row]:
 
 
 def _data(host: Host, costs: Costs) -> Iterable[Row]:
-    register_s = costs.register_s / (10 if host.page > _PAGE else 1)
+    register_s = costs.register_s / (10 if host.page > _PAGE else 1) * (1 + PAUSE_PART)
     registered = host.memory / GIB * register_s
     segment = format_size(default_segment_bytes(host.memory))
     yield Row(

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[np.int64]
 
 NULL_BLOCK = 0
 """vLLM's placeholder for blocks outside a window: never read, never written."""
@@ -104,10 +105,10 @@ class Spans:
     For block b, `bytes[n]` bytes at `address[n] + b * block_stride[n]` lie `offset[n]` bytes into its image.
     """
 
-    address: npt.NDArray[np.int64]
-    block_stride: npt.NDArray[np.int64]
-    offset: npt.NDArray[np.int64]
-    bytes: npt.NDArray[np.int64]
+    address: Numbers
+    block_stride: Numbers
+    offset: Numbers
+    bytes: Numbers
 
 
 def plan_spans(pages: Sequence[Page]) -> Spans:
@@ -138,7 +139,7 @@ class GroupPages:
     def of(cls, pages: Sequence[Page], blocks: int) -> GroupPages:
         return cls(plan_runs(pages, blocks), plan_spans(pages), sum(page.bytes for page in pages), blocks)
 
-    def check(self, blocks: npt.NDArray[np.int64]) -> None:
+    def check(self, blocks: Numbers) -> None:
         """Raises `IndexError` unless all these blocks exist: no address may be made from another number."""
         if len(blocks) and not 0 <= blocks.min() <= blocks.max() < self.blocks:
             raise IndexError(f"blocks 0 to {self.blocks - 1} exist, found {blocks.min()} to {blocks.max()}")

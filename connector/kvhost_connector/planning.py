@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
-from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from kvhost_connector.faults import Direction
-from kvhost_connector.pages import Piece
+from kvhost_connector.pages import NULL_BLOCK, Numbers, Piece
 
-Numbers = npt.NDArray[np.int64]
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 
 class JobRefused(Exception):
@@ -43,6 +43,20 @@ class Plan:
         if start == end:
             return 0, 0
         return int(self.chunks[start]), int(self.chunks[end - 1]) + 1
+
+    def reach(self, blocks: slice) -> int:
+        """How many blocks a chunk of these must hold at least."""
+        return int(self.rows[blocks].max()) + 1
+
+    def images(
+        self, blocks: slice, first: int, chunks_at: Numbers, block_bytes: int
+    ) -> tuple[Numbers, Numbers]:
+        """Which of these blocks are copied, null blocks left out, and the address of each one's image, when
+        chunk `first + n` lies at `chunks_at[n]`."""
+        found = self.blocks[blocks]
+        at = chunks_at[self.chunks[blocks] - first] + self.rows[blocks] * block_bytes
+        there = found != NULL_BLOCK
+        return (found, at) if there.all() else (found[there], at[there])
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:

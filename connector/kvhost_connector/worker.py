@@ -12,7 +12,7 @@ from kvhost_connector.config import CopyBy
 from kvhost_connector.copying import Copier, choose_copier
 from kvhost_connector.faults import no_faults
 from kvhost_connector.jobs import Job, JobWorker, Mapping, MappingSource
-from kvhost_connector.pages import NULL_BLOCK, PageTable
+from kvhost_connector.pages import PageTable
 from kvhost_connector.planning import JobRefused, Plan
 
 # One call copies at most so many bytes (and at least one chunk): some milliseconds, after which a job sees
@@ -63,14 +63,9 @@ class HostWorker(JobWorker):
         pages.check_in_place()
         plan, group = job.plan, pages.groups[batch.group]
         slots = plan.slots[batch.first : batch.end]
-        rows = plan.rows[batch.blocks]
-        needed = (int(rows.max()) + 1) * group.block_bytes
+        needed = plan.reach(batch.blocks) * group.block_bytes
         places = np.array(mapping.addresses(slots, self._rank, needed), dtype=np.int64)
-        images = places[plan.chunks[batch.blocks] - batch.first] + rows * group.block_bytes
-        blocks = plan.blocks[batch.blocks]
-        there = blocks != NULL_BLOCK
-        if not there.all():
-            blocks, images = blocks[there], images[there]
+        blocks, images = plan.images(batch.blocks, batch.first, places, group.block_bytes)
         if job.direction == "store":
             mapping.prefault(slots, self._rank)
         copier.copy(group, job.direction, blocks, images)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from vllm import _custom_ops
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -28,7 +30,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingWorker,
     TransferResult,
 )
-from vllm.v1.kv_offload.cpu import gpu_worker
+from vllm.v1.kv_offload.cpu import gpu_worker, swap_blocks_triton
 from vllm.v1.kv_offload.cpu.gpu_worker import (
     CPUOffloadingWorker,
     SingleDirectionOffloadingHandler,
@@ -52,6 +54,12 @@ from tests.connector.device import FakeDevice, on_device, on_fake_device
 
 def parameters(function: Any) -> list[str]:
     return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+def copy_plan(blocks: Sequence[int], rows: Sequence[int], sizes: tuple[int, ...]) -> CopyPlan:
+    """What vLLM's worker is given of a plan."""
+    numbers = [np.array(found, dtype=np.int64) for found in (blocks, rows, [], [])]
+    return CopyPlan(numbers[0], numbers[1], sizes, numbers[2], numbers[3], 0)
 
 
 # The worker and its constructor.
@@ -125,8 +133,7 @@ def test_a_row_is_where_it_says(size: int) -> None:
     window = Window([(0, size), (size, 32)], pinned=False)
     views = [window.create_next_worker_view(size), window.create_next_worker_view(32)]
     addresses = (0x7F12_3456_7000, 0x5555_0000_1001, 4096)
-    plan = CopyPlan((1, 2, 3), addresses, (3,), (), 0)
-    rows = rows_at(plan)
+    rows = rows_at(copy_plan((1, 2, 3), addresses, (3,)))
     assert rows.block_ids.dtype == np.int64
     for view, offset in zip(views, (0, size), strict=True):
         found = np.empty(3, dtype=np.uint64)
@@ -139,10 +146,10 @@ def test_a_row_is_where_it_says(size: int) -> None:
 
 
 def test_the_device_side_keeps_blocks_and_groups() -> None:
-    made = blocks_of(CopyPlan((5, 6, 7), (0, 0, 0), (1, 2), (), 0))
+    made = blocks_of(copy_plan((5, 6, 7), (0, 0, 0), (1, 2)))
     assert list(made.block_ids) == [5, 6, 7]
     assert list(made.group_sizes) == [1, 2]
-    assert isinstance(RowSpec([1]), BlockIDsLoadStoreSpec)
+    assert isinstance(RowSpec(np.ones(1, dtype=np.int64)), BlockIDsLoadStoreSpec)
 
 
 # The handler's order of things, which ours is built on.
@@ -160,7 +167,7 @@ def test_transfers_of_both_directions_wait_for_the_engines_stream_and_for_each_o
     start = pool.ctypes.data
     device.mapped = lambda: [(start, start + pool.size)]
     worker = vllm_transfers(DevicePages.of(on_device(cache.canonical)), pinned=False)
-    plan = CopyPlan((3,), (start,), (1,), (), 128)
+    plan = copy_plan((3,), (start,), (1,))
     for job in (1, 2):
         assert worker.submit_store(job, blocks_of(plan), rows_at(plan))
     for job in (3, 4):
@@ -184,6 +191,15 @@ def test_its_handlers_have_the_parameters_that_decide_which_copy_is_used() -> No
     assert "host_memory_is_pinned" in parameters(SingleDirectionOffloadingHandler)
     choose = gpu_worker._select_swap_blocks_fn
     assert choose([[]], gpu_to_cpu=False, host_memory_is_pinned=False) is gpu_worker.ops.swap_blocks_batch
+
+
+def test_the_copies_themselves_are_called_as_the_fake_device_takes_them() -> None:
+    """vLLM's DMA copy, and its kernel for small pages."""
+    assert parameters(FakeDevice.swap)[2:4] == ["sizes", "is_src_access_order_any"]
+    assert parameters(_custom_ops.swap_blocks_batch)[2:] == ["sizes", "is_src_access_order_any"]
+    assert parameters(swap_blocks_triton.swap_blocks_batch)[2:] == [
+        *("sizes", "is_src_access_order_any", "bytes_per_chunk")
+    ]
 
 
 # What vLLM's half hands over: layouts, groups, eight-bit floats.

@@ -11,16 +11,22 @@ import secrets
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from kvhost_client.types import Access
 from kvhost_client.worker import WorkerLink
 from kvhost_connector.config import ConfigError, Pin
-from kvhost_connector.device.driver import DriverError, can_register
-from kvhost_connector.device.pinning import Pinning, PinState
+from kvhost_connector.device import driver as driver_module
+from kvhost_connector.device import pinning as pinning_module
+from kvhost_connector.device.driver import CudaDriver, DriverError, can_register, driver_of
+from kvhost_connector.device.pinning import PIECE_BYTES, Pinning, PinState
+from kvhost_connector.platforms import Platform
 from kvhost_proto.v1 import handover_pb2
 from tests.client.fakes import MIB, FakeHandover, FakePeer
 from tests.connector.device import FakeDevice, FakeDriver
@@ -32,15 +38,22 @@ MAPS = "memfd:kvhost-test"
 class Attached:
     """A link whose segments are registered with the fake driver."""
 
-    def __init__(self, handover: FakeHandover, policy: Pin) -> None:
+    def __init__(self, handover: FakeHandover, policy: Pin, piece_bytes: int = PIECE_BYTES) -> None:
         self.handover = handover
         self.driver = FakeDriver(FakeDevice())
-        self.pinning = Pinning(policy)
+        self.pauses: list[float] = []
+        # Called in each pause, on the link's thread.
+        self.meanwhile: Callable[[], None] = lambda: None
+        self.pinning = Pinning(policy, piece_bytes, self._pause)
         self.pinning.use(self.driver)
         self.link = WorkerLink(
             handover.socket, secrets.token_bytes(16), 0, Access.DEVICE_DMA, registrar=self.pinning
         )
         self.link.start()
+
+    def _pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.meanwhile()
 
     def offer(self, *segments: int) -> FakePeer:
         peer = self.handover.accept()
@@ -53,6 +66,11 @@ class Attached:
     def send(self, peer: FakePeer, *segments: int) -> None:
         for file in peer.segments(*segments):
             os.close(file)
+
+    def covers(self, *spans: tuple[int, int]) -> bool:
+        """Of (address, bytes), whether all are registered."""
+        starts, sizes = np.array(spans, dtype=np.int64).reshape(-1, 2).T
+        return self.pinning.covers(starts, starts + sizes)
 
     def span(self, segment: int) -> tuple[int, int]:
         mapping = wait_for(lambda: self.link.mapping)
@@ -115,12 +133,12 @@ def test_segments_are_registered_when_they_are_reported(attached: Attached) -> N
     assert attached.pinning.nbytes == 3 * MIB
     assert not attached.pinning.problem
     address, nbytes = attached.span(4)
-    assert attached.pinning.covers([(address, nbytes), (address + 4096, 1)])
-    assert not attached.pinning.covers([(address, nbytes + 1)])
+    assert attached.covers((address, nbytes), (address + 4096, 1))
+    assert not attached.covers((address, nbytes + 1))
     lowest = min(attached.span(segment)[0] for segment in (3, 4, 5))
-    assert not attached.pinning.covers([(lowest - 1, 1)])
-    assert not attached.pinning.covers([(1 << 46, 1)])
-    assert attached.pinning.covers([])
+    assert not attached.covers((lowest - 1, 1))
+    assert not attached.covers((1 << 46, 1))
+    assert attached.covers()
 
 
 def test_growth_is_registered_and_what_retires_is_released(attached: Attached) -> None:
@@ -133,7 +151,7 @@ def test_growth_is_registered_and_what_retires_is_released(attached: Attached) -
     peer.retire(3)
     peer.expect("retired")
     assert attached.driver.calls[-1] == ("unregister", address)
-    assert not attached.pinning.covers([(address, nbytes)])
+    assert not attached.covers((address, nbytes))
 
 
 def test_a_refusal_rolls_its_segments_back_and_they_are_used_unpinned(
@@ -149,8 +167,8 @@ def test_a_refusal_rolls_its_segments_back_and_they_are_used_unpinned(
     assert [call for call, _ in attached.driver.calls] == [
         *("register", "register", "register", "unregister", "unregister")
     ]
-    assert attached.pinning.covers([attached.span(3)])
-    assert not attached.pinning.covers([attached.span(4)])
+    assert attached.covers(attached.span(3))
+    assert not attached.covers(attached.span(4))
     assert attached.pinning.state is PinState.UNPINNED
     # A limit that was met is not tried again.
     attached.send(peer, 8)
@@ -182,7 +200,7 @@ def test_without_pinning_the_driver_is_not_asked(handover: FakeHandover) -> None
     assert reported(peer) == [3]
     assert attached.driver.calls == []
     assert attached.pinning.state is PinState.OFF
-    assert not attached.pinning.covers([attached.span(3)])
+    assert not attached.covers(attached.span(3))
     attached.close()
 
 
@@ -207,7 +225,7 @@ def test_memory_that_the_driver_keeps_stays_mapped(attached: Attached) -> None:
     peer.retire(3)
     peer.expect_end()
     assert region.mapped
-    assert attached.pinning.covers([(region.address, region.nbytes)])
+    assert attached.covers((region.address, region.nbytes))
     attached.driver.keep = set()
     region.unmap()
 
@@ -224,6 +242,92 @@ def test_a_copy_that_runs_keeps_its_segment_registered(attached: Attached) -> No
     mapping.end(copy)
     peer.expect("retired")
     assert attached.registered == 0
+
+
+# Pieces: a driver that pins memory holds up the engine's other calls to it.
+
+
+@pytest.fixture
+def pieced(handover: FakeHandover) -> Iterator[Attached]:
+    """Slots of 4 KiB: a segment of 1 MiB is registered in four calls."""
+    made = Attached(handover, Pin.AUTO, piece_bytes=(256 << 10) + 100)
+    yield made
+    made.close()
+
+
+def test_a_segment_is_registered_in_pieces_with_pauses(pieced: Attached) -> None:
+    peer = pieced.offer(3, 4)
+    assert reported(peer) == [3, 4]
+    spans = [pieced.span(3), pieced.span(4)]
+    wanted = [address + offset for address, nbytes in spans for offset in range(0, nbytes, 256 << 10)]
+    assert sorted(start for start, _ in pieced.driver.device.registered) == sorted(wanted)
+    assert pieced.covers(*spans)
+    assert pieced.pinning.nbytes == 2 * MIB
+    # In each pause others may use the driver, but never long.
+    assert len(pieced.pauses) == 8
+    assert all(0 <= pause <= 0.05 for pause in pieced.pauses)
+    peer.retire(3)
+    peer.expect("retired")
+    assert pieced.registered == 4
+    assert not pieced.covers(spans[0])
+    assert pieced.covers(spans[1])
+
+
+def test_no_piece_ends_in_a_slot() -> None:
+    """A copy that lies in two registrations is refused by some drivers."""
+    region = SimpleNamespace(nbytes=30 * 12_288)
+    for slot_bytes, piece_bytes, wanted in (
+        (12_288, 50_000, 4 * 12_288),
+        (12_288, 1, 12_288),
+        (6_144, 1, 12_288),
+        (12_288, 1 << 30, 30 * 12_288),
+        (1 << 30, 1, 30 * 12_288),
+    ):
+        segment: Any = SimpleNamespace(region=region, geometry=SimpleNamespace(slot_bytes=slot_bytes))
+        pieces = list(pinning_module._cut(segment, piece_bytes))
+        assert pieces[0] == (0, wanted)
+        ends = [0, *(offset + nbytes for offset, nbytes in pieces)]
+        assert ends[:-1] == [offset for offset, _ in pieces]
+        assert ends[-1] == region.nbytes
+
+
+def test_a_refusal_in_the_middle_of_a_segment_releases_its_pieces(pieced: Attached) -> None:
+    pieced.driver.allowed = 6
+    peer = pieced.offer(3, 4)
+    assert reported(peer) == [3, 4]
+    assert pieced.registered == 0
+    assert [call for call, _ in pieced.driver.calls] == ["register"] * 6 + ["unregister"] * 6
+    assert pieced.pinning.state is PinState.UNPINNED
+    assert not pieced.covers(pieced.span(3))
+
+
+def test_a_segment_that_retires_between_two_pieces_is_released(pieced: Attached) -> None:
+    peer = pieced.handover.accept()
+    pieced.meanwhile = lambda: peer.retire(3) if len(pieced.pauses) == 2 else None
+    peer.expect("hello")
+    peer.welcome()
+    pieced.send(peer, 3, 4)
+    peer.expect("retired")
+    assert reported(peer) == [4]
+    assert pieced.registered == 4
+    assert pieced.covers(pieced.span(4))
+
+
+def test_a_piece_that_the_driver_keeps_keeps_the_segment_mapped_and_unused(pieced: Attached) -> None:
+    peer = pieced.offer(3)
+    assert reported(peer) == [3]
+    mapping = pieced.link.mapping
+    assert mapping is not None
+    region = mapping._segments[3].region
+    pieced.driver.keep = {region.address + (512 << 10)}
+    peer.retire(3)
+    peer.expect_end()
+    assert region.mapped
+    # Its last piece is not registered any more: no copy may take the segment for pinned.
+    assert pieced.registered == 3
+    assert not pieced.covers((region.address, region.nbytes))
+    pieced.driver.keep = set()
+    region.unmap()
 
 
 # Where the driver cannot register at all.
@@ -258,10 +362,6 @@ def test_the_engine_does_not_start_where_pinning_is_required_and_impossible() ->
 
 
 def test_the_driver_of_cuda_speaks_in_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
-    from types import SimpleNamespace
-
-    from kvhost_connector.device import driver as room
-
     asked: list[tuple[str, tuple[int, ...]]] = []
 
     def call(name: str, code: int) -> object:
@@ -273,11 +373,83 @@ def test_the_driver_of_cuda_speaks_in_sentences(monkeypatch: pytest.MonkeyPatch)
 
     cudart = SimpleNamespace(cudaHostRegister=call("register", 0), cudaHostUnregister=call("unregister", 4))
     accelerator = SimpleNamespace(set_device_index=lambda index: asked.append(("enter", (index,))))
-    torch = SimpleNamespace(cuda=SimpleNamespace(cudart=lambda: cudart), accelerator=accelerator)
-    monkeypatch.setattr(room, "_torch", lambda: torch)
-    made = room.CudaDriver(3)
+    torch = SimpleNamespace(
+        cuda=SimpleNamespace(cudart=lambda: cudart),
+        accelerator=accelerator,
+        version=SimpleNamespace(cuda=None, hip=None),
+    )
+    monkeypatch.setattr(driver_module, "_torch", lambda: torch)
+    made = CudaDriver(3)
     made.enter()
     made.register(4096, 8192)
     with pytest.raises(DriverError, match="cudaHostUnregister on device 3 failed with code 4"):
         made.unregister(4096)
     assert asked == [("enter", (3,)), ("register", (4096, 8192, 0)), ("unregister", (4096,))]
+
+
+@pytest.mark.parametrize(
+    ("versions", "library", "call"),
+    [
+        (("12.9", None), "libcudart.so.12", "cudaThreadExchangeStreamCaptureMode"),
+        ((None, "6.4.43482"), "libamdhip64.so.6", "hipThreadExchangeStreamCaptureMode"),
+    ],
+)
+def test_a_thread_of_ours_spares_the_graphs_that_the_engine_captures(
+    monkeypatch: pytest.MonkeyPatch, versions: tuple[str | None, str | None], library: str, call: str
+) -> None:
+    """The runtime is a fake: what is asked of it, and that no answer stops the thread."""
+    asked: list[tuple[str, str, int]] = []
+
+    class Runtime:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getattr__(self, name: str) -> Callable[[Any], int]:
+            def exchange(mode: Any) -> int:
+                asked.append((self.name, name, mode._obj.value))
+                return 1
+
+            return exchange
+
+    monkeypatch.setattr(driver_module.ctypes, "CDLL", Runtime)
+    driver_module._spare_captures(*versions)
+    assert asked == [(library, call, 2)]
+
+
+def test_a_runtime_that_is_not_there_leaves_the_mode_as_it_was(lines: pytest.LogCaptureFixture) -> None:
+    lines.set_level(logging.DEBUG, "vllm")
+    driver_module._spare_captures("0.1", None)
+    assert "the capture mode of this thread stays as it is: libcudart.so.0: cannot open" in lines.text
+
+
+def test_xpu_registers_through_the_operations_that_vllm_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter((True, False, True, False))
+    asked: list[tuple[str, tuple[int, ...]]] = []
+
+    def operation(name: str) -> Callable[..., bool]:
+        return lambda *arguments: asked.append((name, arguments)) or next(answers)
+
+    operations = SimpleNamespace(
+        xpu_host_register=operation("register"), xpu_host_unregister=operation("unregister")
+    )
+    torch = SimpleNamespace(
+        ops=SimpleNamespace(_C=operations),
+        accelerator=SimpleNamespace(
+            set_device_index=lambda index: asked.append(("enter", (index,))),
+            synchronize=lambda index: asked.append(("settle", (index,))),
+        ),
+    )
+    monkeypatch.setattr(driver_module, "_torch", lambda: torch)
+    made = driver_of(Platform.XPU, 1)
+    made.enter()
+    made.register(4096, 8192)
+    with pytest.raises(DriverError, match="xpu_host_register of 8192 bytes on device 1 failed"):
+        made.register(4096, 8192)
+    made.unregister(4096)
+    with pytest.raises(DriverError, match="xpu_host_unregister on device 1 failed"):
+        made.unregister(4096)
+    made.settle()
+    assert [name for name, _ in asked] == [
+        *("enter", "register", "register", "unregister", "unregister", "settle")
+    ]
+    assert asked[1] == ("register", (4096, 8192))

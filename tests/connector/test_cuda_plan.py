@@ -5,7 +5,7 @@ vLLM's real transfer worker, on a fake device in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvhost_connector.device.pages import DevicePages, OutOfPlace, plan_copy
-from kvhost_connector.pages import CacheMoved, PageTable, Piece, UnusablePages
+from kvhost_connector.device.pages import DevicePages, plan_copy
+from kvhost_connector.pages import CacheMoved, PageTable, UnusablePages
+from kvhost_connector.planning import plan_job
 from tests.connector.caches import Cache, interleaved, layered, scattered, two_groups
 from tests.connector.device import on_device
 from tests.connector.devicebench import FILL, Bench, Pool, blocks_of
@@ -221,26 +222,32 @@ def test_a_shard_too_small_for_the_chunk_is_refused(benches: Benches) -> None:
     assert bench.untouched(0)
 
 
-def test_positions_beyond_the_slot_are_refused() -> None:
-    pages = pages_of(layered(2))
-    for piece, why in (
-        (Piece(0, 0, 31, (1, 2)), "needs 4224 bytes, its place in a slot has 4096"),
-        (Piece(0, 0, -1, (1,)), "needs 0 bytes"),
-        (Piece(0, 0, 0, (8,)), "block 8 does not exist: the KV cache has 8 blocks"),
-    ):
-        with pytest.raises(OutOfPlace, match=why):
-            plan_copy(pages, [piece], lambda slot: (1 << 20, 4096))
-
-
 def test_a_plan_names_blocks_and_addresses_in_the_order_of_groups() -> None:
     pages = pages_of(two_groups())
-    pieces = [Piece(7, 0, 0, (3, 0)), Piece(8, 1, 1, (4,))]
-    plan = plan_copy(pages, pieces, lambda slot: (slot << 16, 4096))
-    assert plan.blocks == (3, 4)
-    assert plan.rows == (7 << 16, (8 << 16) + 112)
+    job = plan_job(blocks_of([3, 0, 4], [2, 1], [0, 1]), (7, 8), 2, "load")
+    asked: list[tuple[tuple[int, ...], int]] = []
+
+    def places(slots: Sequence[int], nbytes: int) -> list[int]:
+        asked.append((tuple(slots), nbytes))
+        return [slot << 16 for slot in slots]
+
+    plan = plan_copy(pages, job, places)
+    assert asked == [((7,), 2 * 192), ((8,), 2 * 112)]
+    assert plan.blocks.tolist() == [3, 4]
+    assert plan.rows.tolist() == [7 << 16, (8 << 16) + 112]
     assert plan.group_sizes == (1, 1)
-    assert plan.spans == ((7 << 16, 384), (8 << 16, 224))
+    assert plan.starts.tolist() == [7 << 16, 8 << 16]
+    assert plan.ends.tolist() == [(7 << 16) + 384, (8 << 16) + 224]
     assert plan.nbytes == 192 + 112
+
+
+def test_a_group_without_blocks_is_planned_as_nothing() -> None:
+    pages = pages_of(two_groups())
+    for blocks, sizes, wanted in (([3], [1, 0], (1, 0)), ([3], [0, 1], (0, 1)), ([], [0, 0], (0, 0))):
+        job = plan_job(blocks_of(blocks, sizes, [0, 0]), (7,) * len(blocks), 1, "load")
+        plan = plan_copy(pages, job, lambda slots, nbytes: [slot << 16 for slot in slots])
+        assert plan.group_sizes == wanted
+        assert plan.blocks.tolist() == blocks
 
 
 def test_caches_that_no_device_could_copy_are_refused() -> None:

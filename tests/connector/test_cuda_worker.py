@@ -15,6 +15,7 @@ import pytest
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
 from kvhost_connector.config import Pin
+from kvhost_connector.device.worker import DeviceWorker
 from kvhost_connector.faults import CopyFault
 from kvhost_connector.metadata import Epoch, TransferId, TransferReport
 from tests.connector.caches import layered
@@ -268,6 +269,32 @@ def test_failures_in_a_row_turn_the_cache_off(benches: Benches) -> None:
     bench.settle(0, 1, 2)
     assert bench.failed == {0, 1, 2}
     assert "failed 3 times in a row: ValueError: something else" in bench.worker.problem
+
+
+def test_vllms_worker_is_made_at_the_start(benches: Benches) -> None:
+    """A vLLM whose transfer code does not take this KV cache is told of there, not at the first job."""
+    assert benches().driver.made == [False]
+    bench = benches(pin=Pin.AUTO)
+    assert bench.driver.made == [True]
+    threads = threading.active_count()
+
+    def refuse(*_: object, pinned: bool) -> Any:
+        raise TypeError("an argument that is new")
+
+    bench.driver.transfers = refuse  # type: ignore[method-assign]
+    with pytest.raises(TypeError, match="an argument that is new"):
+        DeviceWorker(bench.pages, bench.pool, driver=bench.driver, pinning=bench.pinning)
+    assert threading.active_count() == threads
+    # The one for memory that is not registered is made when it is needed; here it cannot be.
+    for job in range(3):
+        bench.store(job, [3], job)
+        bench.settle(job)
+    assert bench.failed == {0, 1, 2}
+    assert bench.pool.mapping.running == 0
+    assert bench.worker.problem == (
+        "vLLM's block copies failed 3 times in a row: vLLM's worker cannot be made: TypeError: an argument "
+        "that is new"
+    )
 
 
 def test_a_success_between_failures_starts_the_count_again(benches: Benches) -> None:

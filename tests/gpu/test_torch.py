@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ from kvhost_connector.config import Pin
 from kvhost_connector.device.driver import CudaDriver, can_register
 from kvhost_connector.device.pages import CopyPlan, DevicePages, plan_copy
 from kvhost_connector.device.pinning import PinState
-from kvhost_connector.pages import Piece
+from kvhost_connector.planning import Plan
 from tests.gpu.caches import GpuCache
 from tests.gpu.device import Seconds, show
 from tests.gpu.pool import Pool, pool
@@ -30,7 +31,7 @@ def copy(pages: DevicePages, plan: CopyPlan, *, store: bool) -> int:
     pieces = 0
     for fragment in pages.groups[0].fragments:
         view = fragment.view()
-        for block, row in zip(plan.blocks, plan.rows, strict=True):
+        for block, row in zip(plan.blocks.tolist(), plan.rows.tolist(), strict=True):
             memory = (ctypes.c_int8 * fragment.bytes).from_address(row + fragment.offset)
             host = torch.frombuffer(memory, dtype=torch.int8)
             if store:
@@ -42,8 +43,10 @@ def copy(pages: DevicePages, plan: CopyPlan, *, store: bool) -> int:
 
 
 def plan(pages: DevicePages, made: Pool, blocks: list[int]) -> CopyPlan:
-    pieces = [Piece(made.slot(number), 0, 0, (block,)) for number, block in enumerate(blocks)]
-    return plan_copy(pages, pieces, made.shard)
+    slots = tuple(made.slot(number) for number in range(len(blocks)))
+    counted = np.arange(len(blocks))
+    job = Plan(slots, np.array(blocks), counted, np.zeros_like(counted), (len(blocks),))
+    return plan_copy(pages, job, lambda slots, nbytes: made.mapping.addresses(slots, 0, nbytes))
 
 
 def test_the_driver_registers_memory() -> None:

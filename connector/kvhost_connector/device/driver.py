@@ -5,6 +5,8 @@ What stands behind it in tests is a fake that records the order of calls and che
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import mmap
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,6 +19,12 @@ if TYPE_CHECKING:
     from kvhost_connector.device.pages import DevicePages
 
 
+logger = logging.getLogger("vllm.kvhost.worker")
+
+# cudaStreamCaptureModeRelaxed, and hipStreamCaptureModeRelaxed.
+_RELAXED = 2
+
+
 class DriverError(Exception):
     """The driver refused; the message says what it was asked and what it answered."""
 
@@ -25,8 +33,9 @@ class Driver(Protocol):
     """What kvhost asks of a device."""
 
     def enter(self) -> None:
-        """Call it first in every thread that uses the driver: a thread that did not choose its device would
-        make a context on the first one, and hold memory there."""
+        """Call it first in every thread of kvhost's that uses the driver. A thread that did not choose its
+        device would make a context on the first one, and hold memory there; one that asks the driver while
+        the engine captures a graph would break the capture."""
 
     def register(self, address: int, nbytes: int) -> None:
         """Pins this memory and lets the device reach it. Blocks; holds no interpreter lock. Raises
@@ -54,7 +63,9 @@ class CudaDriver:
         self._device = device
 
     def enter(self) -> None:
-        _torch().accelerator.set_device_index(self._device)
+        torch = _torch()
+        torch.accelerator.set_device_index(self._device)
+        _spare_captures(torch.version.cuda, torch.version.hip)
 
     def register(self, address: int, nbytes: int) -> None:
         # The flags are 0, as vLLM's own: with unified addresses the memory serves every context anyway.
@@ -119,8 +130,6 @@ def can_register(driver: Driver) -> str:
 
     def attempt() -> None:
         with mmap.mmap(-1, mmap.PAGESIZE) as page:
-            import ctypes
-
             held = ctypes.c_char.from_buffer(page)
             address = ctypes.addressof(held)
             try:
@@ -135,6 +144,30 @@ def can_register(driver: Driver) -> str:
     thread.start()
     thread.join()
     return found[0] if found else ""
+
+
+def _spare_captures(cuda: str | None, hip: str | None) -> None:
+    """What this thread asks of the runtime from now on does not break a graph that another one captures.
+
+    By default a capture forbids calls that may block, registration and asking an event among them, to all
+    threads of the process. torch has no name for this, so the runtime that it loaded is asked itself; `cuda`
+    and `hip` are torch's versions of it. Where that fails the mode stays as it was: only a capture at an
+    unlucky moment is at risk.
+    """
+    major = (cuda or hip or "").partition(".")[0]
+    library, call = (
+        (f"libcudart.so.{major}", "cudaThreadExchangeStreamCaptureMode")
+        if cuda
+        else (f"libamdhip64.so.{major}", "hipThreadExchangeStreamCaptureMode")
+    )
+    mode = ctypes.c_int(_RELAXED)
+    try:
+        code = getattr(ctypes.CDLL(library), call)(ctypes.byref(mode))
+    except (OSError, AttributeError) as error:
+        logger.debug("kvhost: the capture mode of this thread stays as it is: %s", error)
+        return
+    if code:
+        logger.debug("kvhost: %s failed with code %d", call, code)
 
 
 def _torch() -> Any:

@@ -11,7 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvhost_connector.pages import NULL_BLOCK, Page, Piece, Registered, UnusablePages, check_blocks, page_of
+import numpy as np
+
+from kvhost_connector.pages import Numbers, Page, Registered, UnusablePages, check_blocks, page_of
+from kvhost_connector.planning import Plan
 
 
 @dataclass(frozen=True)
@@ -104,48 +107,43 @@ def _fragments(pages: Sequence[tuple[Page, Any]]) -> tuple[Fragment, ...]:
 class CopyPlan:
     """Which blocks go where: block `blocks[n]` to the image at address `rows[n]`, group after group.
 
-    `spans` are the (address, bytes) of the slots' parts, all inside the mapping.
+    From `starts[n]` to `ends[n]` lies what the n-th chunk may use of its slot; all inside the mapping.
     """
 
-    blocks: tuple[int, ...]
-    rows: tuple[int, ...]
+    blocks: Numbers
+    rows: Numbers
     group_sizes: tuple[int, ...]
-    spans: tuple[tuple[int, int], ...]
+    starts: Numbers
+    ends: Numbers
     nbytes: int
 
 
-class OutOfPlace(ValueError):
-    """A job names bytes that are not its own; the message is one line."""
+def plan_copy(pages: DevicePages, plan: Plan, places: Callable[[Sequence[int], int], list[int]]) -> CopyPlan:
+    """Turns a job's plan, whose blocks are known to exist, into blocks and addresses; null blocks are left
+    out.
 
-
-def plan_copy(
-    pages: DevicePages, pieces: Sequence[Piece], shard: Callable[[int], tuple[int, int]]
-) -> CopyPlan:
-    """Turns a job's pieces, ordered by group, into blocks and addresses.
-
-    `shard` gives address and size of this rank's part of a slot, and raises for a slot that is not mapped.
-    Everything is checked before it becomes an address; null blocks are left out. Raises `OutOfPlace`.
+    `places` gives the address of this rank's part of each of some slots, and raises for a slot that is not
+    mapped, or has no room there for as many bytes as it is told.
     """
-    blocks: list[int] = []
-    rows: list[int] = []
-    sizes = [0] * len(pages.groups)
-    spans: list[tuple[int, int]] = []
-    nbytes = 0
-    for piece in pieces:
-        group = pages.groups[piece.group]
-        size = group.block_bytes
-        address, room = shard(piece.slot)
-        needed = (piece.position + len(piece.blocks)) * size
-        if piece.position < 0 or needed > room:
-            raise OutOfPlace(f"a chunk of this worker needs {needed} bytes, its place in a slot has {room}")
-        spans.append((address, needed))
-        for row, block in enumerate(piece.blocks, piece.position):
-            if block == NULL_BLOCK:
-                continue
-            if not 0 < block < pages.blocks:
-                raise OutOfPlace(f"block {block} does not exist: the KV cache has {pages.blocks} blocks")
-            blocks.append(block)
-            rows.append(address + row * size)
-            sizes[piece.group] += 1
-            nbytes += size
-    return CopyPlan(tuple(blocks), tuple(rows), tuple(sizes), tuple(spans), nbytes)
+    blocks, rows, starts, ends = ([np.zeros(0, dtype=np.int64)] for _ in range(4))
+    sizes: list[int] = []
+    begin = nbytes = 0
+    for group, end in zip(pages.groups, plan.ends, strict=True):
+        here = slice(begin, end)
+        first, last = plan.chunk_span(begin, end)
+        begin = end
+        sizes.append(0)
+        if first == last:
+            continue
+        needed = plan.reach(here) * group.block_bytes
+        at = np.array(places(plan.slots[first:last], needed), dtype=np.int64)
+        found, images = plan.images(here, first, at, group.block_bytes)
+        blocks.append(found)
+        rows.append(images)
+        starts.append(at)
+        ends.append(at + needed)
+        sizes[-1] = len(found)
+        nbytes += len(found) * group.block_bytes
+    joined = map(np.concatenate, (blocks, rows, starts, ends))
+    all_blocks, all_rows, all_starts, all_ends = joined
+    return CopyPlan(all_blocks, all_rows, tuple(sizes), all_starts, all_ends, nbytes)

@@ -14,7 +14,6 @@ import mmap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
@@ -27,6 +26,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 
 from kvhost_connector.device.pages import CopyPlan, DevicePages
+from kvhost_connector.pages import Numbers
 
 # Everything that a process on Linux maps lies between these, unless it asks for more by name.
 _FIRST = mmap.PAGESIZE
@@ -36,21 +36,21 @@ _BEHIND = (1 << 47) - mmap.PAGESIZE
 class RowSpec(BlockIDsLoadStoreSpec):
     """Rows of a `Window`: as vLLM's CPULoadStoreSpec, with numbers of 64 bits."""
 
-    def __init__(self, rows: Sequence[int]) -> None:
+    def __init__(self, rows: Numbers) -> None:
         super().__init__([])
-        self.block_ids = np.array(rows, dtype=np.int64)
+        self.block_ids = rows
 
 
 def rows_at(plan: CopyPlan) -> RowSpec:
     """The host side of a planned copy."""
-    return RowSpec([address - _FIRST for address in plan.rows])
+    return RowSpec(plan.rows - _FIRST)
 
 
 def blocks_of(plan: CopyPlan) -> GPULoadStoreSpec:
     """The device side of a planned copy."""
-    return GPULoadStoreSpec(
-        list(plan.blocks), group_sizes=plan.group_sizes, block_indices=[0] * len(plan.group_sizes)
-    )
+    # Any sequence of numbers will do, whatever the annotation says.
+    blocks: Any = plan.blocks
+    return GPULoadStoreSpec(blocks, group_sizes=plan.group_sizes, block_indices=[0] * len(plan.group_sizes))
 
 
 class Window:

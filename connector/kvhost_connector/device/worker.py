@@ -20,10 +20,10 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 from kvhost_client.errors import KVHostError
 from kvhost_connector.device.driver import Driver
-from kvhost_connector.device.pages import CopyPlan, DevicePages, OutOfPlace, plan_copy
-from kvhost_connector.device.pinning import Pinning
+from kvhost_connector.device.pages import CopyPlan, DevicePages, plan_copy
+from kvhost_connector.device.pinning import Pinning, PinState
 from kvhost_connector.device.region import blocks_of, rows_at
-from kvhost_connector.faults import CopyFault
+from kvhost_connector.faults import CopyFault, no_faults
 from kvhost_connector.jobs import Job, JobBook, JobState, Mapping, MappingSource
 from kvhost_connector.pages import CacheMoved
 from kvhost_connector.planning import JobRefused
@@ -53,7 +53,8 @@ class Flight:
 
 
 class DeviceWorker(JobBook):
-    """Copies for one rank. Arguments beyond `JobBook`'s: the device's `driver`, and what is pinned.
+    """Copies for one rank. Arguments beyond `JobBook`'s: the device's `driver`, and what is pinned. Raises
+    what vLLM's transfer worker raises that does not take this KV cache.
 
     When the device fails, or does not finish a copy in time, `problem` says so, and every further job is
     reported failed: the engine goes on without the cache.
@@ -81,6 +82,7 @@ class DeviceWorker(JobBook):
         self._natives: dict[bool, OffloadingWorker] = {}
         self._flights: dict[int, Flight] = {}
         self._strikes = 0
+        self._native(pinned=pinning.state is not PinState.OFF)
         self._poller = threading.Thread(target=self._attend, name="kvhost-device", daemon=True)
         self._poller.start()
 
@@ -129,7 +131,7 @@ class DeviceWorker(JobBook):
             self._jobs[job.job_id] = job
             try:
                 self._launch(job)
-            except (JobRefused, OutOfPlace, CopyFault, CacheMoved, KVHostError) as error:
+            except (JobRefused, CopyFault, CacheMoved, KVHostError) as error:
                 self._finish(job, None, str(error))
             except Exception as error:  # the job must be reported whatever happened
                 logger.exception("kvhost: a %s failed", job.direction)
@@ -142,11 +144,14 @@ class DeviceWorker(JobBook):
             raise JobRefused("this worker has no KV cache registered")
         mapping, copy = self._hold(job.spec)
         try:
-            for number in range(len(job.pieces)):
-                self._before_chunk(job, number)
+            if self._plane is not no_faults:
+                for number in range(len(job.plan.slots)):
+                    self._before_chunk(job, number)
             self.pages.check_in_place()
-            plan = plan_copy(self.pages, job.pieces, lambda slot: mapping.shard(slot, self._rank))
-            native = self._native(pinned=self._pinning.covers(plan.spans)) if plan.rows else None
+            plan = plan_copy(
+                self.pages, job.plan, lambda slots, nbytes: mapping.addresses(slots, self._rank, nbytes)
+            )
+            native = self._native_for(plan) if len(plan.rows) else None
         except BaseException:
             mapping.end(copy)
             raise
@@ -171,6 +176,14 @@ class DeviceWorker(JobBook):
             taken = native.submit_load(job.job_id, rows, blocks)
         if not taken:
             raise RuntimeError(f"vLLM's worker did not take a {job.direction}")
+
+    def _native_for(self, plan: CopyPlan) -> OffloadingWorker:
+        try:
+            return self._native(pinned=self._pinning.covers(plan.starts, plan.ends))
+        except Exception as error:
+            why = f"vLLM's worker cannot be made: {_line(error)}"
+            self._strike(why)
+            raise JobRefused(why) from error
 
     def _native(self, *, pinned: bool) -> OffloadingWorker:
         if pinned not in self._natives:
@@ -221,7 +234,7 @@ class DeviceWorker(JobBook):
         (CUDA's errors stay, for every later call) is not used again: what it may still write is not reported,
         so that the daemon keeps those slots until this process is proven ended (I4).
         """
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        why = _line(error)
         quiet = True
         try:
             self._driver.settle()
@@ -229,12 +242,11 @@ class DeviceWorker(JobBook):
             quiet = False
             logger.debug("kvhost: the device does not settle", exc_info=answer)
         self._natives = {pinned: other for pinned, other in self._natives.items() if other is not native}
-        self._strikes += 1
         if not quiet:
             self._natives = {}
             self._turn_off(f"the device reports an error that stays: {why}")
-        elif self._strikes >= _STRIKES:
-            self._turn_off(f"vLLM's block copies failed {self._strikes} times in a row: {why}")
+        else:
+            self._strike(why)
         for flight in list(self._flights.values()):
             if flight.native is native or not quiet:
                 del self._flights[flight.job.job_id]
@@ -244,6 +256,11 @@ class DeviceWorker(JobBook):
                 self._finish(flight.job, None, lost, quiet=quiet)
         if quiet:
             self._shut(native)
+
+    def _strike(self, why: str) -> None:
+        self._strikes += 1
+        if self._strikes >= _STRIKES:
+            self._turn_off(f"vLLM's block copies failed {self._strikes} times in a row: {why}")
 
     def _turn_off(self, why: str) -> None:
         """One line; what every further job is failed with is not said again."""
@@ -276,3 +293,7 @@ class DeviceWorker(JobBook):
                     entered = True
                 self._poll()
                 self._news.wait(POLL_S)
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
