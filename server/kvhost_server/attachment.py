@@ -105,6 +105,13 @@ class Attachment:
         if retired:
             self._retired(retired)
 
+    def reclaim(self) -> None:
+        """Takes back what namespaces that nobody can come back to have left."""
+        with self._books.fates.because(Cause.SEGMENT):
+            retired = self._books.lending.reclaim()
+        if retired:
+            self._retired(retired)
+
     def take_free(self, session: Session, namespace: Namespace, most: int) -> list[SlotIndex]:
         """Free slots that this session may write, at most so many; the rest is for `take` to find."""
         return namespace.table.take_free(session.usable_rows, most)

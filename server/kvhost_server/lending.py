@@ -175,7 +175,8 @@ class Lending:
         ]
 
     def steal_for(self, namespace: Namespace) -> bool:
-        """Retires the segment whose newest use is oldest, unless it is the namespace's own.
+        """Retires the segment whose newest use is oldest, unless it is the namespace's own, or one is on its
+        way that nobody waits for.
 
         Only segments with nothing held, of namespaces above their floor, count; and those that a stopped
         worker has mapped only when there is nothing else at all. Returns whether one was retired now.
@@ -185,6 +186,9 @@ class Lending:
         if namespace.expecting and not stuck:
             return False
         if namespace.cap and namespace.segments >= namespace.cap:
+            return False
+        if self._coming() > sum(other is not namespace for other in self._waiting):
+            self._expect(namespace)
             return False
         slow = self.slow_holders().keys()
         candidates = [
@@ -201,6 +205,31 @@ class Lending:
         self._expect(namespace)
         self.retire(oldest)
         return True
+
+    def give_up(self, namespace: Namespace) -> None:
+        """Everybody leaves this namespace, and nobody can name it any more: what it has is of no use."""
+        namespace.given_up_at = self._clock()
+        if namespace.expecting:
+            namespace.expecting = False
+            self._waiting.remove(namespace)
+
+    def reclaim(self) -> int:
+        """Retires the segments of namespaces that were given up, as far as nothing of them is held. Returns
+        how many."""
+        lost = self.unheld(loan for loan in self.loans.values() if loan.namespace.given_up_at is not None)
+        for loan in lost:
+            self.retire(loan)
+        return len(lost)
+
+    def _coming(self) -> int:
+        """Segments that will be free in a moment. What a namespace that was given up a moment ago still holds
+        is about to be let go of, too."""
+        now = self._clock()
+        coming = self.states.count(SegmentState.CLEANING) + self.states.count(SegmentState.POPULATING)
+        for loan in self.loans.values():
+            since = loan.namespace.given_up_at if loan.retired_at == inf else loan.retired_at
+            coming += since is not None and now - since <= _PATIENCE_S
+        return coming - max(0, self.segments - self.budget)
 
     def slow_holders(self) -> Counter[MappingId]:
         """Workers that should long have let go of a segment, and of how many."""

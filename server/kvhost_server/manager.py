@@ -101,9 +101,10 @@ class Manager:
                 reset_namespace(self.books, loan.namespace)
 
     def tend(self) -> None:
-        """Now and then: what is above the pool's budget and was held may go; namespaces with engines and no
-        segment try again for one. When they came, every segment was held, and that this has changed nobody
-        tells."""
+        """Now and then: what is above the pool's budget, or of a namespace that was given up, and was held
+        may go; namespaces with engines and no segment try again for one. When they came, every segment was
+        held, and that this has changed nobody tells."""
+        self.attachment.reclaim()
         self.attachment.settle()
         for namespace in list(self.books.namespaces.values()):
             if namespace.sessions and not namespace.segments:
@@ -225,7 +226,12 @@ class Manager:
         """
         namespace = self.books.namespace_of(session)
         spec = namespace.spec.with_weights(weights_version)
+        alone = namespace.sessions == {session.number} and namespace.digest != spec.digest()
+        if alone and namespace.spec.unnamed:
+            # Before the other one asks for a segment: it can have one of these.
+            self.books.lending.give_up(namespace)
         fresh, _ = self.declare(session, spec, ())
+        self.attachment.reclaim()
         return fresh
 
     # Workers.
@@ -334,6 +340,7 @@ class Manager:
                 self.books.quarantine(session, old, slots, [], store_ids=stores)
         session.namespace = namespace
         namespace.sessions.add(session.number)
+        namespace.given_up_at = None
         if not namespace.segments:
             self.attachment.grow(namespace)
         for mapping_id in list(session.mapping_of_rank.values()):

@@ -19,6 +19,8 @@ from kvhost_server.slots import ChunkTable
 PAGE = 4096
 FORMAT_VERSION = 1
 WEIGHTS_PART = "weights_version"
+# Engines begin such a version with this, too.
+_UNNAMED = "unnamed "
 _MAX_QUEUED_EVENTS = 65536
 
 
@@ -99,9 +101,14 @@ class NamespaceSpec:
                     hasher.update(len(text).to_bytes(8, "big") + text)
         return hasher.digest()
 
+    @property
+    def unnamed(self) -> bool:
+        """Only one engine knows this name, and only while it has these weights."""
+        return self.parts.get(WEIGHTS_PART, "").startswith(f'"{_UNNAMED}')
+
     def with_weights(self, version: str) -> "NamespaceSpec":
         """The same engine after its weights changed; without a version, a namespace nobody else can name."""
-        value = version or "unnamed " + secrets.token_hex(16)
+        value = version or _UNNAMED + secrets.token_hex(16)
         return replace(self, parts={**self.parts, WEIGHTS_PART: json.dumps(value)})
 
 
@@ -130,6 +137,8 @@ class Namespace:
     # A segment is on its way to this namespace, from another one.
     expecting: bool = False
     expecting_since: float = 0.0
+    # Since when nobody can come back to it (`Lending.give_up`).
+    given_up_at: float | None = None
 
     def __post_init__(self) -> None:
         self.tokens_per_chunk = {group.id: group.tokens_per_chunk for group in self.spec.layout.groups}

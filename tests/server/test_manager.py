@@ -786,6 +786,8 @@ def test_namespaces_that_are_empty_and_unused_are_forgotten(world: World) -> Non
 def test_a_forgotten_namespace_is_freed_without_a_collection(world: World) -> None:
     """What lives is left out of collections when a namespace comes: a circle would stay for ever."""
     engine = world.engine()
+    world.manager.reset_session(engine.session, "")
+    world.settle()
     parts = [weakref.ref(part) for part in namespace_parts(engine.session.namespace)]
     engine.store(chain("a", 2))
     gc.collect()
@@ -805,6 +807,77 @@ def namespace_parts(namespace: Namespace | None) -> list[object]:
     """A namespace, and what it has that is large."""
     assert namespace is not None
     return [namespace, namespace.table, namespace.table.policy]
+
+
+def test_an_engine_that_resets_often_takes_nothing_from_others(world: World) -> None:
+    """What it leaves is of no use to anybody: that is what its next namespace gets."""
+    other, engine = world.engine(), world.engine()
+    world.manager.reset_session(engine.session, "")
+    world.settle()
+    assert other.store(chain("o", 12)) == 12
+    assert world.books.lending.free_segments == 0
+    for number in range(20):
+        assert engine.store(chain(f"e{number}", 3)) == 3
+        # What was just stored is newer than anything of the other one's.
+        world.time += 0.1
+        for _ in range(1 + number % 2):
+            world.manager.reset_session(engine.session, "")
+        world.settle()
+        assert engine.session.ready
+        assert other.lookup(chain("o", 12)) == 12
+    world.check()
+
+
+def test_what_a_reset_leaves_held_is_awaited_for_a_moment(world: World) -> None:
+    other, engine = world.engine(), world.engine()
+    world.manager.reset_session(engine.session, "")
+    world.settle()
+    other.store(chain("o", 12))
+    for stuck in (False, True):
+        (store,) = engine.reserve([key("e")])
+        del store
+        world.manager.reset_session(engine.session, "")
+        world.settle(fences=False)
+        assert not engine.session.ready
+        assert other.lookup(chain("o", 12)) == 12
+        if not stuck:
+            world.settle()
+        world.time += 1.1
+        world.manager.tend()
+        world.settle(fences=not stuck)
+        assert engine.session.ready
+        assert (other.lookup(chain("o", 12)) == 12) is not stuck
+    world.settle()
+    world.manager.tend()
+    world.settle()
+    world.check()
+
+
+def test_a_named_namespace_keeps_what_it_has_when_its_engines_leave(world: World) -> None:
+    engine = world.engine()
+    engine.store(chain("a", 4))
+    world.manager.reset_session(engine.session, "step 2")
+    world.settle()
+    assert engine.store(chain("b", 4)) == 4
+    world.manager.reset_session(engine.session, "step 3")
+    world.settle()
+    assert world.engine().lookup(chain("a", 4)) == 4
+    world.manager.reset_session(engine.session, "step 2")
+    world.settle()
+    assert engine.lookup(chain("b", 4)) == 4
+    # An engine may come back to what it alone can name, as long as it did not leave it for other weights.
+    world.manager.reset_session(engine.session, "unnamed 1")
+    world.settle()
+    engine.store(chain("c", 2))
+    world.manager.reset_session(engine.session, "unnamed 1")
+    assert engine.lookup(chain("c", 2)) == 2
+    world.manager.reset_session(engine.session, "step 2")
+    world.settle()
+    world.manager.reset_session(engine.session, "unnamed 1")
+    world.settle()
+    assert engine.lookup(chain("c", 2)) == 0
+    assert engine.store(chain("c", 2)) == 2
+    world.check()
 
 
 def test_two_resets_in_a_row_and_a_shared_weights_version(world: World) -> None:
