@@ -9,12 +9,10 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
-import numpy as np
-
 from kvhost_connector.config import CopyBy
 from kvhost_connector.faults import Direction
-from kvhost_connector.native import Kernel, Native, NativeMissing, Numbers, load_native
-from kvhost_connector.pages import GroupPages, bytes_at
+from kvhost_connector.native import Kernel, Native, NativeMissing, load_native
+from kvhost_connector.pages import GroupPages, Numbers, bytes_at
 
 logger = logging.getLogger("vllm.kvhost.worker")
 
@@ -62,19 +60,9 @@ class NativeCopier:
 
     def copy(self, group: GroupPages, direction: Direction, blocks: Numbers, images: Numbers) -> None:
         group.check(blocks)
-        if len(blocks) != len(images):
-            raise ValueError(f"{len(blocks)} blocks need as many images, found {len(images)}")
-        spans = group.spans
-        # Shapes (blocks, spans): all of a block before the next one.
-        pages = (spans.address + blocks[:, None] * spans.block_stride).ravel()
-        image = (images[:, None] + spans.offset).ravel()
-        sizes = np.empty((len(blocks), len(spans.bytes)), dtype=np.int64)
-        sizes[:] = spans.bytes
-        if direction == "store":
-            self._native.copy(image, pages, sizes.ravel(), self._kernel)
-        else:
-            kept = len(blocks) * group.block_bytes <= KEPT_BYTES
-            self._native.copy(pages, image, sizes.ravel(), Kernel.PLAIN if kept else self._kernel)
+        kept = direction == "load" and len(blocks) * group.block_bytes <= KEPT_BYTES
+        kernel = Kernel.PLAIN if kept else self._kernel
+        self._native.copy(direction, group.spans, blocks, images, kernel)
 
 
 def choose_copier(setting: CopyBy) -> Copier:

@@ -1,4 +1,4 @@
-/* Copies lists of byte ranges at the speed of memory, for native.py.
+/* Copies blocks between their pages and their images at the speed of memory, for native.py.
  *
  * A page copied by itself waits for memory most of its time: one stream of reads keeps few lines in flight,
  * and ordinary stores read every line before they overwrite it. Here four ranges are copied side by side, a
@@ -42,6 +42,26 @@ struct lane {
 };
 
 typedef void move(struct lane *lanes, size_t bytes);
+
+/* What is copied: of each block, some spans. For block number `block[b]` span s is `bytes[s]` bytes at
+ * `address[s] + block[b] * stride[s]`, and in the block's image at `image[b] + offset[s]`. */
+struct list {
+    int store; /* from the pages to the images; else the other way round */
+    size_t blocks, spans;
+    const int64_t *block, *image;
+    const int64_t *address, *stride, *offset, *bytes;
+};
+
+/* The n-th range: all of a block before the next one. Returns its bytes. */
+static size_t range(const struct list *list, size_t n, char **to, const char **from)
+{
+    size_t b = n / list->spans, s = n % list->spans;
+    char *page = (char *)(list->address[s] + list->block[b] * list->stride[s]);
+    char *image = (char *)(list->image[b] + list->offset[s]);
+    *to = list->store ? image : page;
+    *from = list->store ? page : image;
+    return (size_t)list->bytes[s];
+}
 
 #ifdef X86
 
@@ -124,16 +144,17 @@ static void finish(struct lane *lane, move *move_lines)
     memcpy(lane->to + LANES * part, lane->from + LANES * part, lane->left - LANES * part);
 }
 
-static void copy_in_lanes(size_t count, char *const *to, const char *const *from, const size_t *bytes,
-                          move *move_lines)
+static void copy_in_lanes(const struct list *list, move *move_lines)
 {
     struct lane lanes[LANES] = {{0}};
-    size_t next = 0;
+    size_t next = 0, count = list->blocks * list->spans;
     for (;;) {
         for (int k = 0; k < LANES; k++)
             while (lanes[k].left == 0 && next < count) {
-                begin(&lanes[k], to[next], from[next], bytes[next]);
-                next++;
+                char *to;
+                const char *from;
+                size_t bytes = range(list, next++, &to, &from);
+                begin(&lanes[k], to, from, bytes);
             }
         size_t step = least(lanes);
         if (step == 0)
@@ -167,22 +188,28 @@ EXPORT int kvhost_best_kernel(void)
     return PLAIN;
 }
 
-/* Copies `count` ranges: `bytes[i]` bytes from `from[i]` to `to[i]`. No destination overlaps a source or
- * another destination. The kernel is PLAIN or one that `kvhost_best_kernel` has or surpasses. */
-EXPORT void kvhost_copy(int kernel, size_t count, char *const *to, const char *const *from,
-                        const size_t *bytes)
+/* Copies a `struct list`, whose members these are. No destination overlaps a source or another destination.
+ * The kernel is PLAIN or one that `kvhost_best_kernel` has or surpasses. */
+EXPORT void kvhost_copy(int kernel, int store, size_t blocks, size_t spans, const int64_t *block,
+                        const int64_t *image, const int64_t *address, const int64_t *stride,
+                        const int64_t *offset, const int64_t *bytes)
 {
+    struct list list = {store, blocks, spans, block, image, address, stride, offset, bytes};
 #ifdef X86
     if (kernel == AVX512) {
-        copy_in_lanes(count, to, from, bytes, move_avx512);
+        copy_in_lanes(&list, move_avx512);
         return;
     }
     if (kernel == AVX2) {
-        copy_in_lanes(count, to, from, bytes, move_avx2);
+        copy_in_lanes(&list, move_avx2);
         return;
     }
 #endif
     (void)kernel;
-    for (size_t i = 0; i < count; i++)
-        memcpy(to[i], from[i], bytes[i]);
+    for (size_t n = 0; n < blocks * spans; n++) {
+        char *to;
+        const char *from;
+        size_t size = range(&list, n, &to, &from);
+        memcpy(to, from, size);
+    }
 }

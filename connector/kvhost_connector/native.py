@@ -1,4 +1,4 @@
-"""The compiled copying of `native.c`, reached through ctypes: many byte ranges in one call, without the GIL.
+"""The compiled copying of `native.c`, reached through ctypes: many blocks in one call, without the GIL.
 
 It is built when kvhost is installed, where a C compiler is. Addresses are not checked here: who makes them
 checks the numbers that they are made from.
@@ -12,11 +12,8 @@ from enum import IntEnum
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
-Numbers = npt.NDArray[np.int64]
-"""Addresses or sizes in bytes; one dimension, contiguous."""
+from kvhost_connector.faults import Direction
+from kvhost_connector.pages import Numbers, Spans, check_numbers
 
 _NAME = "_native"
 _FOLDER = Path(__file__).parent
@@ -52,22 +49,36 @@ class Native:
                 f"the compiled copying of kvhost cannot be loaded ({error}): {_REMEDY}"
             ) from error
         self._copy.restype = None
-        self._copy.argtypes = [ctypes.c_int, ctypes.c_size_t, *[ctypes.c_void_p] * 3]
+        self._copy.argtypes = [*[ctypes.c_int] * 2, *[ctypes.c_size_t] * 2, *[ctypes.c_void_p] * 6]
         self.kernel = Kernel(best())
 
-    def copy(self, to: Numbers, of: Numbers, sizes: Numbers, kernel: Kernel | None = None) -> None:
-        """Copies `sizes[n]` bytes from address `of[n]` to address `to[n]`, for every n.
+    def copy(
+        self,
+        direction: Direction,
+        spans: Spans,
+        blocks: Numbers,
+        images: Numbers,
+        kernel: Kernel | None = None,
+    ) -> None:
+        """Copies the spans of block `blocks[n]` to ("store") or from ("load") its image at address
+        `images[n]`, for every n.
 
-        Every range is readable or writable memory that stays so until this returns; no destination overlaps
-        anything else of the list. `kernel` is PLAIN or at most `self.kernel`.
+        All of it is readable or writable memory that stays so until this returns; no destination overlaps
+        anything else of the list. `kernel` is PLAIN or at most `self.kernel`. Raises `ValueError`.
         """
-        for array in (to, of, sizes):
-            if array.dtype != np.int64 or array.shape != (len(to),) or not array.flags.c_contiguous:
-                raise ValueError("addresses and sizes must be contiguous int64 arrays of one length")
+        check_numbers(blocks, images)
         chosen = self.kernel if kernel is None else kernel
         if chosen > self.kernel:
             raise ValueError(f"this processor has no {chosen.name}; its best is {self.kernel.name}")
-        self._copy(chosen, len(to), to.ctypes.data, of.ctypes.data, sizes.ctypes.data)
+        self._copy(
+            chosen,
+            direction == "store",
+            len(blocks),
+            len(spans.bytes),
+            blocks.ctypes.data,
+            images.ctypes.data,
+            *spans.pointers,
+        )
 
 
 def library_path() -> Path | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -109,6 +110,23 @@ class Spans:
     block_stride: Numbers
     offset: Numbers
     bytes: Numbers
+
+    def __post_init__(self) -> None:
+        check_numbers(self.address, self.block_stride, self.offset, self.bytes)
+
+    @cached_property
+    def pointers(self) -> tuple[int, int, int, int]:
+        """Where the four arrays are, in this order."""
+        arrays = (self.address, self.block_stride, self.offset, self.bytes)
+        first, second, third, fourth = (array.ctypes.data for array in arrays)
+        return first, second, third, fourth
+
+
+def check_numbers(*arrays: Numbers) -> None:
+    """Raises `ValueError` unless these are what compiled code may read: it checks nothing itself."""
+    for array in arrays:
+        if array.dtype != np.int64 or array.shape != arrays[0].shape or not array.flags.c_contiguous:
+            raise ValueError("numbers and addresses must be contiguous int64 arrays of one length")
 
 
 def plan_spans(pages: Sequence[Page]) -> Spans:

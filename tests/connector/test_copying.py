@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import shutil
@@ -20,8 +21,8 @@ from kvhost_connector import native, stats
 from kvhost_connector.config import CopyBy
 from kvhost_connector.copying import KEPT_BYTES, Copier, NativeCopier, NumpyCopier, choose_copier
 from kvhost_connector.metadata import WorkerReport
-from kvhost_connector.native import Kernel, Native, NativeMissing, Numbers, library_path, load_native
-from kvhost_connector.pages import Bytes, PageTable
+from kvhost_connector.native import Kernel, Native, NativeMissing, library_path, load_native
+from kvhost_connector.pages import Bytes, Numbers, PageTable, Spans
 from kvhost_connector.spec import KVHostSpec
 from kvhost_connector.worker import HostWorker
 from tests.connector.caches import Cache, interleaved, layered, scattered, two_groups
@@ -59,6 +60,19 @@ def patterned(size: int, salt: int) -> Bytes:
     return backing[start : start + size]
 
 
+def copy_ranges(library: Native, to: Numbers, of: Numbers, sizes: Numbers, kernel: Kernel) -> None:
+    """Ranges of any size from anywhere to anywhere: the spans of one block, whose image begins at 0; and the
+    other way round, whose pages begin there."""
+    none = np.zeros_like(to)
+    before = [ctypes.string_at(int(at), int(size)) for at, size in zip(to, sizes, strict=True)]
+    library.copy("store", Spans(of, none, to, sizes), numbers(0), numbers(0), kernel)
+    after = [ctypes.string_at(int(at), int(size)) for at, size in zip(to, sizes, strict=True)]
+    for at, old in zip(to, before, strict=True):
+        ctypes.memmove(int(at), old, len(old))
+    library.copy("load", Spans(to, none, of, sizes), numbers(0), numbers(0), kernel)
+    assert [ctypes.string_at(int(at), int(size)) for at, size in zip(to, sizes, strict=True)] == after
+
+
 # Sizes around lines, around what is worth the lanes, and pages.
 SIZES = st.one_of(
     st.sampled_from([0, 1, 31, 32, 63, 64, 65, 511, 512, 513, 575, 4096, 16384, 65536]),
@@ -89,7 +103,8 @@ def test_every_kernel_copies_what_numpy_copies_and_nothing_beside_it(ranges, cha
     sizes = np.array([ranges[n][0] for n in order], dtype=np.int64)
     for kernel in kernels(library):
         target = patterned(len(before), 2)
-        library.copy(
+        copy_ranges(
+            library,
             np.array([target.ctypes.data + to[n] for n in order], dtype=np.int64),
             np.array([source.ctypes.data + of[n] for n in order], dtype=np.int64),
             sizes,
@@ -109,7 +124,8 @@ def test_ranges_of_very_unequal_sizes_are_copied_side_by_side(built: Native) -> 
         wanted = target.copy()
         for start, size in zip(starts, sizes, strict=False):
             wanted[start : start + size] = source[start : start + size]
-        built.copy(
+        copy_ranges(
+            built,
             target.ctypes.data + starts[:-1].astype(np.int64),
             source.ctypes.data + starts[:-1].astype(np.int64),
             np.array(sizes, dtype=np.int64),
@@ -121,14 +137,19 @@ def test_ranges_of_very_unequal_sizes_are_copied_side_by_side(built: Native) -> 
 @compiled
 def test_lists_that_are_not_lists_of_addresses_are_refused(built: Native) -> None:
     good = np.zeros(2, dtype=np.int64)
+    spans = Spans(good, good, good, good)
     for wrong in (
         np.zeros(3, dtype=np.int64),
         np.zeros(2, dtype=np.int32),
         np.zeros((4,), dtype=np.int64)[::2],
     ):
-        for arrays in ((wrong, good, good), (good, wrong, good), (good, good, wrong)):
+        for arrays in ((wrong, good), (good, wrong)):
             with pytest.raises(ValueError, match="contiguous int64 arrays of one length"):
-                built.copy(*arrays)
+                built.copy("store", spans, *arrays)
+        for place in range(4):
+            fields = [wrong if number == place else good for number in range(4)]
+            with pytest.raises(ValueError, match="contiguous int64 arrays of one length"):
+                Spans(*fields)
 
 
 @compiled
@@ -137,7 +158,7 @@ def test_a_kernel_that_the_processor_lacks_is_refused(built: Native) -> None:
     built.kernel = Kernel.PLAIN
     none = np.zeros(0, dtype=np.int64)
     with pytest.raises(ValueError, match="has no AVX2; its best is PLAIN"):
-        built.copy(none, none, none, Kernel.AVX2)
+        built.copy("load", Spans(none, none, none, none), none, none, Kernel.AVX2)
 
 
 # Blocks and images.
@@ -275,12 +296,13 @@ SANITIZED = r"""
 #include <stdio.h>
 #include <stdlib.h>
 
-/* Each range has its own allocation: a byte read or written beside one is seen. */
+/* Each range has its own allocation: a byte read or written beside one is seen. They are the spans of one
+ * block, whose pages and image begin at 0. */
 int main(void)
 {
     enum { RANGES = 23 };
     char *to[RANGES], *from[RANGES];
-    size_t bytes[RANGES];
+    int64_t starts_to[RANGES], starts_from[RANGES], bytes[RANGES], none[RANGES] = {0};
     for (int kernel = 0; kernel <= kvhost_best_kernel(); kernel++) {
         for (unsigned turn = 0; turn < 60; turn++) {
             size_t count = turn % RANGES;
@@ -288,10 +310,14 @@ int main(void)
                 bytes[i] = (turn * 977 + i * 6151) % (i % 3 ? 700 : 20000);
                 to[i] = malloc(bytes[i] + 1);
                 from[i] = malloc(bytes[i] + 1);
-                for (size_t k = 0; k < bytes[i]; k++)
+                for (int64_t k = 0; k < bytes[i]; k++)
                     from[i][k] = (char)(k * 7 + i + turn);
+                starts_to[i] = (int64_t)to[i];
+                starts_from[i] = (int64_t)from[i];
             }
-            kvhost_copy(kernel, count, to, (const char *const *)from, bytes);
+            int store = turn % 2;
+            kvhost_copy(kernel, store, 1, count, none, none, store ? starts_from : starts_to, none,
+                        store ? starts_to : starts_from, bytes);
             for (size_t i = 0; i < count; i++) {
                 if (memcmp(to[i], from[i], bytes[i]))
                     return 1;
