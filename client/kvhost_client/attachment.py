@@ -143,7 +143,7 @@ class Attachment:
                 raise
 
     def _part(self) -> None:
-        """This connection cannot go on, but we live: unless a copy runs, unmap and say BYE.
+        """This connection cannot go on, but we live: unmap and, when nothing stays mapped, say BYE.
 
         Without it the daemon would keep our place, and whatever is quarantined for us, until this process
         ends: only then would it be proven that nothing is mapped any more (I4).
@@ -151,6 +151,8 @@ class Attachment:
         remains = self.remains()
         if remains is None or not remains.settle():
             return
+        if any(segment.region.mapped for segment in remains.segments):
+            return  # a device's driver keeps it
         self._orders.clear()
         self._said_bye = True
         try:

@@ -15,6 +15,7 @@ class Attachment:
 
     def __init__(self, books: Books) -> None:
         self._books = books
+        books.when_let_go = self.grow_the_empty
         # A namespace that could not grow a moment ago, in the same call: looking again costs as much as there
         # are segments, and a call may take thousands of slots.
         self._full: Namespace | None = None
@@ -87,11 +88,13 @@ class Attachment:
         if loan is not None:
             self._offer_to_sessions(loan)
             return
-        # Engines that came before there was room: without a segment to map they would ask for nothing.
-        for namespace in self._books.namespaces.values():
-            if namespace.sessions and not namespace.segments:
-                self.grow(namespace)
-                return
+        self.grow_the_empty(at_most=1)
+
+    def grow_the_empty(self, at_most: int | None = None) -> None:
+        """Engines that came before there was room: without a segment to map they would ask for nothing."""
+        empty = [n for n in self._books.namespaces.values() if n.sessions and not n.segments]
+        for namespace in empty[:at_most]:
+            self.grow(namespace)
 
     def resize(self, asked_bytes: int) -> None:
         """Another size for the pool. What is too much and held goes later, with `settle`."""
@@ -102,13 +105,6 @@ class Attachment:
         """Gives back what is above the pool's budget."""
         with self._books.fates.because(Cause.LIMIT):
             retired = self._books.lending.settle()
-        if retired:
-            self._retired(retired)
-
-    def reclaim(self) -> None:
-        """Takes back what namespaces that nobody can come back to have left."""
-        with self._books.fates.because(Cause.SEGMENT):
-            retired = self._books.lending.reclaim()
         if retired:
             self._retired(retired)
 

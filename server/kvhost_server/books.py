@@ -84,6 +84,8 @@ class Books:
         self.clock = clock
         self.fates = Fates(clock)
         self.outbox = outbox
+        # Called when a namespace that was given up holds less than before: an engine may wait for that.
+        self.when_let_go: Callable[[], None] = lambda: None
         # Keys being written, with the number of writers, by namespace.
         self.writing: dict[NamespaceNumber, Counter[ChunkKey]] = {}
         # Chunks that operators keep, by namespace: one hold each.
@@ -196,5 +198,7 @@ class Books:
             for slot in entry.read:
                 table.let_go(slot)
                 yield
+            if entry.namespace.given_up_at is not None:
+                self.when_let_go()
 
         self.add_chore(free())

@@ -175,21 +175,34 @@ class Lending:
         ]
 
     def steal_for(self, namespace: Namespace) -> bool:
-        """Retires the segment whose newest use is oldest, unless it is the namespace's own, or one is on its
-        way that nobody waits for.
+        """Retires a segment that nobody can use any more, else the one whose newest use is oldest, unless it
+        is the namespace's own. None while one is on its way that nobody else waits for, but for a second at
+        most.
 
         Only segments with nothing held, of namespaces above their floor, count; and those that a stopped
         worker has mapped only when there is nothing else at all. Returns whether one was retired now.
         """
         now = self._clock()
         stuck = namespace.expecting and now - namespace.expecting_since > _PATIENCE_S
-        if namespace.expecting and not stuck:
-            return False
         if namespace.cap and namespace.segments >= namespace.cap:
             return False
-        if self._coming() > sum(other is not namespace for other in self._waiting):
+        others = sum(other is not namespace for other in self._waiting)
+        if not stuck and self._coming() > others:
+            return self._await(namespace)
+        left = [
+            loan
+            for loan in self.loans.values()
+            if loan.namespace.given_up_at is not None and loan.retired_at == inf
+        ]
+        useless = next(iter(self.unheld(left)), None)
+        if useless is not None:
             self._expect(namespace)
-            return False
+            self.retire(useless)
+            return True
+        # What was left a moment ago is about to be let go of.
+        fresh = sum(now - (loan.namespace.given_up_at or 0.0) <= _PATIENCE_S for loan in left)
+        if not stuck and (namespace.expecting or fresh > others):
+            return self._await(namespace)
         slow = self.slow_holders().keys()
         candidates = [
             loan
@@ -207,29 +220,29 @@ class Lending:
         return True
 
     def give_up(self, namespace: Namespace) -> None:
-        """Everybody leaves this namespace, and nobody can name it any more: what it has is of no use."""
+        """Everybody leaves this namespace, and nobody can name it any more: its segments are the first to
+        go, as others need them."""
         namespace.given_up_at = self._clock()
-        if namespace.expecting:
+        namespace.floor = namespace.cap = 0
+
+    def withdraw(self, namespace: Namespace) -> None:
+        """Somebody left: a namespace in which nobody is any more waits for nothing."""
+        if namespace.expecting and not namespace.sessions:
             namespace.expecting = False
             self._waiting.remove(namespace)
 
-    def reclaim(self) -> int:
-        """Retires the segments of namespaces that were given up, as far as nothing of them is held. Returns
-        how many."""
-        lost = self.unheld(loan for loan in self.loans.values() if loan.namespace.given_up_at is not None)
-        for loan in lost:
-            self.retire(loan)
-        return len(lost)
-
     def _coming(self) -> int:
-        """Segments that will be free in a moment. What a namespace that was given up a moment ago still holds
-        is about to be let go of, too."""
+        """Segments that will be free in a moment."""
         now = self._clock()
         coming = self.states.count(SegmentState.CLEANING) + self.states.count(SegmentState.POPULATING)
-        for loan in self.loans.values():
-            since = loan.namespace.given_up_at if loan.retired_at == inf else loan.retired_at
-            coming += since is not None and now - since <= _PATIENCE_S
+        coming += sum(0 <= now - loan.retired_at <= _PATIENCE_S for loan in self.loans.values())
         return coming - max(0, self.segments - self.budget)
+
+    def _await(self, namespace: Namespace) -> bool:
+        """Waits for a segment that is on its way; since when stays known. False: none was retired."""
+        if not namespace.expecting:
+            self._expect(namespace)
+        return False
 
     def slow_holders(self) -> Counter[MappingId]:
         """Workers that should long have let go of a segment, and of how many."""

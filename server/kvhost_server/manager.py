@@ -23,7 +23,7 @@ from kvhost_server.notices import Ended, Outbox
 from kvhost_server.policies import DEFAULT_POLICY
 from kvhost_server.reading import Reading
 from kvhost_server.sessions import PeerIdentity, Session
-from kvhost_server.stewardship import reset_namespace
+from kvhost_server.stewardship import drop_chunks, reset_namespace
 from kvhost_server.writing import Writing
 
 MAX_SESSIONS = 1024
@@ -101,14 +101,11 @@ class Manager:
                 reset_namespace(self.books, loan.namespace)
 
     def tend(self) -> None:
-        """Now and then: what is above the pool's budget, or of a namespace that was given up, and was held
-        may go; namespaces with engines and no segment try again for one. When they came, every segment was
-        held, and that this has changed nobody tells."""
-        self.attachment.reclaim()
+        """Now and then: what is above the pool's budget and was held may go; namespaces with engines and no
+        segment try again for one. When they came, every segment was held, and that this has changed nobody
+        tells."""
         self.attachment.settle()
-        for namespace in list(self.books.namespaces.values()):
-            if namespace.sessions and not namespace.segments:
-                self.attachment.grow(namespace)
+        self.attachment.grow_the_empty()
 
     # Sessions.
 
@@ -179,6 +176,7 @@ class Manager:
         del self._by_secret[_digest(session.secret)]
         if session.namespace is not None:
             session.namespace.sessions.discard(number)
+            self.books.lending.withdraw(session.namespace)
         slots = self._abandon(session)
         self.books.custody.forget_session(number)
         self.books.outbox.notice(number, Ended(why))
@@ -230,8 +228,8 @@ class Manager:
         if alone and namespace.spec.unnamed:
             # Before the other one asks for a segment: it can have one of these.
             self.books.lending.give_up(namespace)
+            drop_chunks(self.books, namespace)
         fresh, _ = self.declare(session, spec, ())
-        self.attachment.reclaim()
         return fresh
 
     # Workers.
@@ -330,6 +328,7 @@ class Manager:
         old = session.namespace
         if old is not None:
             old.sessions.discard(session.number)
+            self.books.lending.withdraw(old)
             session.former_pins.update({pin: (old, slot) for pin, slot in session.pins.items()})
             session.pins = {}
             slots = [grant.slot for grant in session.grants.values()]

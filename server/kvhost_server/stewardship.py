@@ -38,14 +38,18 @@ def namespace_named(books: Books, name: str) -> Namespace:
 def reset_namespace(books: Books, namespace: Namespace) -> int:
     """Drops all chunks of a namespace at once and raises its generation. Returns how many."""
     namespace.generation += 1
+    for number in namespace.sessions:
+        books.outbox.notice(SessionNumber(number), Resync())
+    return drop_chunks(books, namespace)
+
+
+def drop_chunks(books: Books, namespace: Namespace) -> int:
+    """Forgets all chunks of a namespace at once; their slots become free one by one. Returns how many."""
     table = namespace.table
     old = table.forget_all()
     books.writing[namespace.number].clear()
     namespace.cleared()
     books.outbox.events(namespace.number)
-    for number in namespace.sessions:
-        books.outbox.notice(SessionNumber(number), Resync())
-
     pins = books.operator_pins.pop(namespace.number, {})
 
     def discard() -> Iterator[None]:

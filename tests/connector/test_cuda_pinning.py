@@ -11,7 +11,7 @@ import secrets
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvhost_client.mapping import Segment
 from kvhost_client.types import Access
 from kvhost_client.worker import WorkerLink
 from kvhost_connector.config import ConfigError, Pin
@@ -192,6 +193,26 @@ def test_where_pinned_memory_is_required_a_refusal_leaves_the_cache(
     assert strict.pinning.problem == "fakeHostRegister of 1048576 bytes failed with code 2"
     assert strict.link.mapping is None
     assert "runs without the cache, because pinned memory is required" in lines.text
+
+
+def test_a_worker_whose_driver_keeps_memory_does_not_take_leave(strict: Attached) -> None:
+    """BYE is proof that nothing is mapped any more: the daemon would give the memory to others (I4)."""
+    seen: list[Segment] = []
+    register = strict.pinning.register
+
+    def recorded(segments: Sequence[Segment]) -> Iterator[None]:
+        seen.extend(segments)
+        return register(segments)
+
+    strict.pinning.register = recorded  # type: ignore[method-assign]
+    strict.driver.allowed = 1
+    strict.meanwhile = lambda: strict.driver.keep.add(seen[0].region.address)
+    peer = strict.offer(3, 4)
+    peer.expect_end()
+    wait_for(lambda: strict.link.problem)
+    assert [segment.region.mapped for segment in seen] == [True, False]
+    strict.driver.keep = set()
+    seen[0].region.unmap()
 
 
 def test_without_pinning_the_driver_is_not_asked(handover: FakeHandover) -> None:

@@ -833,24 +833,117 @@ def test_what_a_reset_leaves_held_is_awaited_for_a_moment(world: World) -> None:
     world.manager.reset_session(engine.session, "")
     world.settle()
     other.store(chain("o", 12))
-    for stuck in (False, True):
-        (store,) = engine.reserve([key("e")])
-        del store
-        world.manager.reset_session(engine.session, "")
-        world.settle(fences=False)
-        assert not engine.session.ready
-        assert other.lookup(chain("o", 12)) == 12
-        if not stuck:
-            world.settle()
-        world.time += 1.1
-        world.manager.tend()
-        world.settle(fences=not stuck)
-        assert engine.session.ready
-        assert (other.lookup(chain("o", 12)) == 12) is not stuck
+    engine.reserve([key("e")])
+    world.manager.reset_session(engine.session, "")
+    world.settle(fences=False)
+    assert not engine.session.ready
+    # Its workers answer: what was left is free, and comes without anybody asking again.
     world.settle()
+    world.settle()
+    assert engine.session.ready
+    assert other.lookup(chain("o", 12)) == 12
+    engine.reserve([key("e")])
+    world.manager.reset_session(engine.session, "")
+    world.settle(fences=False)
+    world.time += 1.1
     world.manager.tend()
+    world.settle(fences=False)
+    assert engine.session.ready
+    assert other.lookup(chain("o", 12)) == 0
     world.settle()
     world.check()
+
+
+def test_what_a_pinned_load_held_at_a_reset_is_taken_before_anything_of_others(world: World) -> None:
+    other, engine = world.engine(), world.engine()
+    world.manager.reset_session(engine.session, "")
+    world.settle()
+    other.store(chain("o", 12))
+    engine.store(chain("e", 2))
+    pins = engine.pin(chain("e", 2))
+    world.manager.reset_session(engine.session, "")
+    world.settle()
+    assert not engine.session.ready
+    engine.release(*pins.values())
+    # Later than anybody waits, and it is still there.
+    world.time += 5
+    world.manager.tend()
+    world.settle()
+    assert engine.session.ready
+    assert other.lookup(chain("o", 12)) == 12
+    world.check()
+
+
+def test_a_segment_that_does_not_come_is_not_awaited_for_ever(world: World) -> None:
+    """Zeroing failed: it stays out of use."""
+    owner = world.engine()
+    owner.store(chain("a", 16))
+    world.time += 10
+    late = world.engine(spec(model="late"), attach=False)
+    late.say_hello()
+    late.open()
+    mapping, segments = world.outbox.retires.popleft()
+    world.manager.worker_retired(mapping, segments)
+    world.outbox.cleans.clear()
+    for ready in (False, True):
+        world.time += 0.6
+        world.manager.tend()
+        world.settle()
+        assert late.session.ready is ready
+    world.check()
+
+
+def test_memory_that_is_being_allocated_is_not_awaited_for_ever(world: World) -> None:
+    owner = world.engine()
+    owner.store(chain("a", 16))
+    resize_pool(world.books, world.manager.attachment, 5 * 4 * 4096)
+    late = world.engine(spec(model="late"))
+    assert not late.session.ready
+    world.time += 1.1
+    world.manager.tend()
+    world.settle()
+    assert late.session.ready
+    world.check()
+
+
+def test_an_engine_that_leaves_waits_for_nothing_any_more(world: World) -> None:
+    """Its next namespace gets what was on the way, and nobody loses a second segment for it."""
+    other = world.engine()
+    other.store(chain("o", 16))
+    engine = world.engine(spec(model="e"), attach=False)
+    engine.say_hello()
+    engine.open()
+    world.manager.reset_session(engine.session, "2")
+    world.manager.reset_session(engine.session, "3")
+    gone = world.engine(spec(model="gone"), attach=False)
+    gone.say_hello()
+    gone.open()
+    world.manager.end_session(gone.session.number, "it died")
+    world.settle()
+    assert engine.session.ready
+    assert [n.segments for n in world.books.namespaces.values() if not n.sessions] == [0] * (
+        sum(not n.sessions for n in world.books.namespaces.values())
+    )
+    assert other.lookup(chain("o", 16), 1, Semantics.SET) >= 8
+    world.check()
+
+
+def test_a_long_chain_is_left_in_slices(world: World) -> None:
+    """To drop thousands of chunks, each with all that builds on it, would stop everybody."""
+    large = World(segments=4, slots=2000)
+    engine = large.engine()
+    large.manager.reset_session(engine.session, "")
+    large.settle()
+    assert engine.store(chain("a", 6000)) == 6000
+    left = engine.session.namespace
+    assert left is not None
+    began = time.process_time()
+    large.manager.reset_session(engine.session, "")
+    assert time.process_time() - began < 0.5
+    assert not left.table.index
+    large.settle()
+    assert engine.session.ready
+    large.check()
 
 
 def test_a_named_namespace_keeps_what_it_has_when_its_engines_leave(world: World) -> None:
