@@ -23,7 +23,7 @@ from kvhost_server.notices import Ended, Outbox
 from kvhost_server.policies import DEFAULT_POLICY
 from kvhost_server.reading import Reading
 from kvhost_server.sessions import PeerIdentity, Session
-from kvhost_server.stewardship import drop_chunks, reset_namespace
+from kvhost_server.stewardship import give_up, reset_namespace
 from kvhost_server.writing import Writing
 
 MAX_SESSIONS = 1024
@@ -227,8 +227,7 @@ class Manager:
         alone = namespace.sessions == {session.number} and namespace.digest != spec.digest()
         if alone and namespace.spec.unnamed:
             # Before the other one asks for a segment: it can have one of these.
-            self.books.lending.give_up(namespace)
-            drop_chunks(self.books, namespace)
+            give_up(self.books, namespace)
         fresh, _ = self.declare(session, spec, ())
         return fresh
 

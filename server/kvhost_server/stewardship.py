@@ -40,11 +40,24 @@ def reset_namespace(books: Books, namespace: Namespace) -> int:
     namespace.generation += 1
     for number in namespace.sessions:
         books.outbox.notice(SessionNumber(number), Resync())
-    return drop_chunks(books, namespace)
+    dropped = _drop_chunks(books, namespace)
+    books.fates.reset(namespace.number, dropped)
+    return dropped
 
 
-def drop_chunks(books: Books, namespace: Namespace) -> int:
-    """Forgets all chunks of a namespace at once; their slots become free one by one. Returns how many."""
+def give_up(books: Books, namespace: Namespace) -> None:
+    """Everybody leaves a namespace that nobody can name any more: its chunks go now, its segments when somebody
+    needs them."""
+    books.lending.give_up(namespace)
+    dropped = _drop_chunks(books, namespace)
+    # Nobody is there to be told; they count as what went with its segment, which they would have done.
+    namespace.counters["evicted"] += dropped
+    books.fates.evicted[Cause.SEGMENT] += dropped
+    books.tell_evictions(namespace)
+
+
+def _drop_chunks(books: Books, namespace: Namespace) -> int:
+    """Forgets all chunks at once; their slots become free one by one. Returns how many."""
     table = namespace.table
     old = table.forget_all()
     books.writing[namespace.number].clear()
@@ -61,9 +74,9 @@ def drop_chunks(books: Books, namespace: Namespace) -> int:
             table.discard(slot, key)
             yield
 
+    dropped = len(old)
     books.add_chore(discard())
-    books.fates.reset(namespace.number, len(old))
-    return len(old)
+    return dropped
 
 
 def evict(books: Books, namespace: Namespace, keys: Sequence[ChunkKey]) -> tuple[int, int, int]:

@@ -941,6 +941,8 @@ def test_a_long_chain_is_left_in_slices(world: World) -> None:
     large.manager.reset_session(engine.session, "")
     assert time.process_time() - began < 0.5
     assert not left.table.index
+    counted = large.books.counters
+    assert counted["committed_chunks"] == counted["evicted_chunks"] == 6000
     large.settle()
     assert engine.session.ready
     large.check()
