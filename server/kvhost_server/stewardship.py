@@ -46,8 +46,8 @@ def reset_namespace(books: Books, namespace: Namespace) -> int:
 
 
 def give_up(books: Books, namespace: Namespace) -> None:
-    """Everybody leaves a namespace that nobody can name any more: its chunks go now, its segments when somebody
-    needs them."""
+    """Everybody leaves a namespace that nobody can name any more: its chunks go now, its segments when
+    somebody needs them."""
     books.lending.give_up(namespace)
     dropped = _drop_chunks(books, namespace)
     # Nobody is there to be told; they count as what went with its segment, which they would have done.
