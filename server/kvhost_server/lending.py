@@ -194,15 +194,21 @@ class Lending:
             for loan in self.loans.values()
             if loan.namespace.given_up_at is not None and loan.retired_at == inf
         ]
-        useless = next(iter(self.unheld(left)), None)
-        if useless is not None:
-            self._expect(namespace)
-            self.retire(useless)
-            return True
-        # What was left a moment ago is about to be let go of.
-        fresh = sum(now - (loan.namespace.given_up_at or 0.0) <= _PATIENCE_S for loan in left)
-        if not stuck and (namespace.expecting or fresh > others):
-            return self._await(namespace)
+        loan = next(iter(self.unheld(left)), None)
+        if loan is None:
+            # What was left a moment ago is about to be let go of.
+            fresh = sum(now - (loan.namespace.given_up_at or 0.0) <= _PATIENCE_S for loan in left)
+            if not stuck and (namespace.expecting or fresh > others):
+                return self._await(namespace)
+            loan = self._oldest_for(namespace, stuck=stuck)
+        if loan is None:
+            return False
+        self._expect(namespace)
+        self.retire(loan)
+        return True
+
+    def _oldest_for(self, namespace: Namespace, *, stuck: bool) -> Loan | None:
+        """The segment whose newest use is oldest; None where that is the namespace's own, or none may go."""
         slow = self.slow_holders().keys()
         candidates = [
             loan
@@ -213,11 +219,7 @@ class Lending:
         if not (soon or stuck or namespace.segments):
             soon = candidates
         oldest = min(soon, key=self._used_at, default=None)
-        if oldest is None or oldest.namespace is namespace:
-            return False
-        self._expect(namespace)
-        self.retire(oldest)
-        return True
+        return oldest if oldest is not None and oldest.namespace is not namespace else None
 
     def give_up(self, namespace: Namespace) -> None:
         """Everybody leaves this namespace, and nobody can name it any more: its segments are the first to

@@ -563,9 +563,7 @@ def test_a_segment_moves_only_after_every_worker_let_go_and_it_was_zeroed(world:
     old = world.engine()
     old.store(chain("a", 16))
     world.time += 10
-    young = world.engine(spec(model="young"), attach=False)
-    young.say_hello()
-    young.open()
+    young = world.arriving(spec(model="young"))
     (mapping, segments) = world.outbox.retires.popleft()
     assert mapping == old.workers[0]
     assert not world.outbox.cleans
@@ -879,9 +877,7 @@ def test_a_segment_that_does_not_come_is_not_awaited_for_ever(world: World) -> N
     owner = world.engine()
     owner.store(chain("a", 16))
     world.time += 10
-    late = world.engine(spec(model="late"), attach=False)
-    late.say_hello()
-    late.open()
+    late = world.arriving(spec(model="late"))
     mapping, segments = world.outbox.retires.popleft()
     world.manager.worker_retired(mapping, segments)
     world.outbox.cleans.clear()
@@ -910,20 +906,14 @@ def test_an_engine_that_leaves_waits_for_nothing_any_more(world: World) -> None:
     """Its next namespace gets what was on the way, and nobody loses a second segment for it."""
     other = world.engine()
     other.store(chain("o", 16))
-    engine = world.engine(spec(model="e"), attach=False)
-    engine.say_hello()
-    engine.open()
+    engine = world.arriving(spec(model="e"))
     world.manager.reset_session(engine.session, "2")
     world.manager.reset_session(engine.session, "3")
-    gone = world.engine(spec(model="gone"), attach=False)
-    gone.say_hello()
-    gone.open()
+    gone = world.arriving(spec(model="gone"))
     world.manager.end_session(gone.session.number, "it died")
     world.settle()
     assert engine.session.ready
-    assert [n.segments for n in world.books.namespaces.values() if not n.sessions] == [0] * (
-        sum(not n.sessions for n in world.books.namespaces.values())
-    )
+    assert not any(n.segments for n in world.books.namespaces.values() if not n.sessions)
     assert other.lookup(chain("o", 16), 1, Semantics.SET) >= 8
     world.check()
 

@@ -126,6 +126,13 @@ class World:
             engine.attach()
         return engine
 
+    def arriving(self, namespace: NamespaceSpec) -> "Engine":
+        """An engine that has just declared its namespace: nobody has carried out anything of what follows."""
+        engine = self.engine(namespace, attach=False)
+        engine.say_hello()
+        engine.open()
+        return engine
+
     def settle(self, fences: bool = True) -> None:
         """Workers do as they are told and segments are zeroed, until nothing is left to do."""
         box, manager = self.outbox, self.manager

@@ -144,6 +144,5 @@ def plan_copy(pages: DevicePages, plan: Plan, places: Callable[[Sequence[int], i
         ends.append(at + needed)
         sizes[-1] = len(found)
         nbytes += len(found) * group.block_bytes
-    joined = map(np.concatenate, (blocks, rows, starts, ends))
-    all_blocks, all_rows, all_starts, all_ends = joined
+    all_blocks, all_rows, all_starts, all_ends = map(np.concatenate, (blocks, rows, starts, ends))
     return CopyPlan(all_blocks, all_rows, tuple(sizes), all_starts, all_ends, nbytes)
